@@ -1,0 +1,1 @@
+"""Generation engines behind the generator actor."""

@@ -1,0 +1,1 @@
+"""meshrl: one controller program drives meshes of generator, reward and learner processes."""

@@ -1,0 +1,1 @@
+"""Rollout-to-train handoff."""

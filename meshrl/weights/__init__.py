@@ -1,0 +1,1 @@
+"""Mesh-sliced weight broadcast."""

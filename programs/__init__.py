@@ -1,0 +1,1 @@
+"""Controller programs: one file per algorithm."""
