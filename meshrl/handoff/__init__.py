@@ -1,1 +1,1 @@
-"""Rollout-to-train handoff."""
+"""From generator docks to learner docks: which columns exist, where they are held, how they travel."""
