@@ -38,8 +38,8 @@ class StepReport:
 class Stopwatch:
     """Splits the wall time of a step into named phases.
 
-    `rest(phase)` gives a phase all the time since the last `rest` (or the start) that no `lap` has claimed; `lap`
-    claims a known number of seconds out of it. Both return the stopwatch:
+    `rest(phase)` gives a phase all the time since the last `rest` (or the start) that no `lap` has claimed;
+    `lap` claims a known number of seconds out of it. Both return the stopwatch:
 
     >>> ticks = iter([10.0, 11.0, 11.5])
     >>> Stopwatch(clock=lambda: next(ticks)).lap("generate", 0.75).rest("wait").rest("train").seconds
@@ -67,7 +67,7 @@ class Stopwatch:
 
 
 class Sink(Protocol):
-    """Where reports go. A report is out of this process when `write` returns: a killed run keeps what it yielded."""
+    """Where reports go. A report has left the process when `write` returns: a killed run keeps what it yielded."""
 
     def write(self, report: StepReport) -> None: ...
 
