@@ -67,7 +67,7 @@ class Stopwatch:
 
 
 class Sink(Protocol):
-    """Where reports go. A report has left the process when `write` returns: a killed run keeps what it yielded."""
+    """Where reports go. A report has left the process when `write` returns: a kill loses none."""
 
     def write(self, report: StepReport) -> None: ...
 
