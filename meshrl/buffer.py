@@ -177,7 +177,8 @@ class RolloutBuffer:
         dropped = "; ".join(f"{reason}: {count}" for reason, count in sorted(self._dropped.items())) or "none"
         return (
             f"buffer of {self.slots} slots ({self.free} free): {self._admitted} admitted = "
-            f"{self._trained} trained + {sum(self._dropped.values())} dropped ({dropped}) + {len(self._groups)} live ({live})"
+            f"{self._trained} trained + {self._dropped.total()} dropped ({dropped}) + "
+            f"{len(self._groups)} live ({live})"
         )
 
     def _waiting(self) -> list[int]:

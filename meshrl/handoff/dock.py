@@ -28,6 +28,22 @@ class NotDocked(KeyError):
 
 
 @dataclass(frozen=True)
+class Ticket:
+    """Names a batch that lies in the learners' docks: what a controller passes on in place of data."""
+
+    number: int
+    """Unique in a run."""
+    rollouts: int
+    """Rollouts of the batch, over all data-parallel ranks."""
+    response_tokens: int
+    """Their response tokens. 0: nothing to train on."""
+    microbatches: int
+    """Micro-batches of each rank."""
+    dropped: tuple[int, ...] = ()
+    """Ids of rollouts that were left out, being longer than a micro-batch may be."""
+
+
+@dataclass(frozen=True)
 class Microbatch:
     """The rows of one forward pass: a view of a `DockedBatch`."""
 
@@ -92,7 +108,7 @@ class Dock:
         loss."""
         self._lock = threading.Lock()
         self._rollouts: dict[int, dict[str, Tensor]] = {}
-        self._batches: dict[int, DockedBatch] = {}
+        self._batches: dict[Ticket | int, DockedBatch] = {}
         self._tokens = 0
 
     def put(self, rollout_id: int, columns: Mapping[str, Tensor]) -> None:
@@ -147,7 +163,7 @@ class Dock:
         """Bytes of rollout columns held."""
         return self._tokens * BYTES_PER_TOKEN
 
-    def put_batch(self, ticket: int, batch: DockedBatch) -> None:
+    def put_batch(self, ticket: Ticket | int, batch: DockedBatch) -> None:
         """Hold a learner rank's share of a batch until `take_batch`.
 
         A batch that was put before and never taken (its step failed or was skipped) makes room: a learner
@@ -156,7 +172,7 @@ class Dock:
         with self._lock:
             self._batches = {ticket: batch}
 
-    def take_batch(self, ticket: int) -> DockedBatch:
+    def take_batch(self, ticket: Ticket | int) -> DockedBatch:
         """Hand out the batch and forget it.
 
         Raises:
@@ -166,7 +182,7 @@ class Dock:
             if ticket not in self._batches:
                 held = ", ".join(map(str, self._batches)) or "none"
                 raise NotDocked(
-                    f"batch {ticket} is not docked on this rank (held: {held}); await handoff(...) before "
+                    f"{ticket} is not docked on this rank (held: {held}); await handoff(...) before "
                     "the step, and use each ticket once"
                 )
             return self._batches.pop(ticket)

@@ -1,0 +1,257 @@
+"""Moving bytes between processes of two meshes: the link, and the actor that drives it.
+
+Monarch's tensor engine runs tensor programs on one mesh; across meshes, and across ranks on a CPU, it needs a
+process group of our own. `Link` is that group: gloo on CPU, NCCL where source and target each have a GPU,
+behind the same two functions. It lives beside the learner's default process group and does not touch it.
+
+`Bridge` is an actor on the same processes as the generator and learner actors, so it sees their docks. All of
+its endpoints are synchronous: that is what lets the tensor engine order them among its own operations.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as distributed
+from monarch.actor import Actor, current_rank, endpoint
+from torch import Tensor
+
+from meshrl.handoff.dock import DockedBatch, NotDocked, Ticket, dock
+from meshrl.handoff.schema import BYTES_PER_TOKEN, DOCKED
+
+Backend = Literal["gloo", "nccl"]
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """Where the rollouts of one batch go: the same message for every bridge. Its size grows with rollouts,
+    not tokens."""
+
+    ticket: Ticket
+    rollout_ids: tuple[int, ...]
+    """In the order of the batch; the positions below index this order, and so do advantages."""
+    replicas: tuple[int, ...]
+    """Generator replica that holds each rollout."""
+    lengths: tuple[int, ...]
+    """Tokens of each rollout, prompt and response."""
+    ranks: tuple[tuple[tuple[int, ...], ...], ...]
+    """`ranks[data rank][microbatch]`: positions (see `meshrl.packing.Assignment`)."""
+    tensor_parallel: int
+    """Learner ranks that share a data rank, and so get the same rollouts: learner rank r has data rank
+    r // tensor_parallel."""
+
+    def order(self, data_rank: int) -> list[int]:
+        """Positions of a data rank's rollouts, in micro-batch order."""
+        return [position for microbatch in self.ranks[data_rank] for position in microbatch]
+
+    def part(self, data_rank: int, replica: int) -> list[int]:
+        """Those of them that one replica holds: what it sends, in this order."""
+        return [position for position in self.order(data_rank) if self.replicas[position] == replica]
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the store of a process group listens."""
+
+    host: str
+    port: int
+
+
+class Link:
+    """A process group of generator replicas (first) and learner ranks, for point-to-point messages of
+    bytes."""
+
+    def __init__(
+        self, address: Address, rank: int, size: int, timeout_seconds: float, backend: Backend = "gloo"
+    ) -> None:
+        timeout = timedelta(seconds=timeout_seconds)
+        # Processes of one host need no resolvable host name and no network interface but the loopback.
+        local = address.host == socket.gethostname()
+        host = "127.0.0.1" if local else address.host
+        store = distributed.TCPStore(host, address.port, is_master=False, timeout=timeout)
+        if backend == "nccl":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+            self._group = distributed.ProcessGroupNCCL(store, rank, size, timeout)
+        else:
+            self.device = torch.device("cpu")
+            gloo = distributed.ProcessGroupGloo
+            options = gloo._Options()
+            options._timeout = timeout
+            options._devices = [
+                gloo.create_device(hostname="127.0.0.1") if local else gloo.create_default_device()
+            ]
+            self._group = gloo(store, rank, size, options)
+
+    def send(self, buffers: Mapping[int, Tensor], tag: int) -> None:
+        """Send each rank its uint8 `[bytes]`. Waits for: all of them being received."""
+        works = [self._group.send([buffer.to(self.device)], rank, tag) for rank, buffer in buffers.items()]
+        for work in works:
+            work.wait()
+
+    def receive(self, sizes: Mapping[int, int], tag: int) -> dict[int, Tensor]:
+        """uint8 `[bytes]` from each rank. Waits for: their `send` with the same tag."""
+        buffers = {
+            rank: torch.empty(size, dtype=torch.uint8, device=self.device) for rank, size in sizes.items()
+        }
+        works = [self._group.recv([buffer], rank, tag) for rank, buffer in buffers.items()]
+        for work in works:
+            work.wait()
+        return buffers
+
+
+def pack(rollouts: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """Per-token columns of some rollouts as one uint8 `[tokens * BYTES_PER_TOKEN]`: column by column, end to
+    end."""
+    parts = [torch.cat([columns[c.name] for columns in rollouts]).view(torch.uint8) for c in DOCKED]
+    return torch.cat(parts)
+
+
+def unpack(buffer: Tensor, tokens: int) -> dict[str, Tensor]:
+    """The flat columns `[tokens]` that `pack` put into the buffer, as views of it."""
+    columns, start = {}, 0
+    for column in DOCKED:
+        end = start + tokens * column.bytes
+        columns[column.name] = buffer[start:end].view(column.dtype)
+        start = end
+    return columns
+
+
+class Bridge(Actor):
+    """One end of a link, beside the actors whose dock it reads or fills."""
+
+    def __init__(self) -> None:
+        self._store: distributed.TCPStore | None = None
+        self._link: Link | None = None
+
+    @endpoint
+    def open_store(self, timeout_seconds: float) -> Address:
+        """Open the store that the link is made through, on a free port of this host."""
+        timeout = timedelta(seconds=timeout_seconds)
+        self._store = distributed.TCPStore(
+            "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout
+        )
+        return Address(socket.gethostname(), self._store.port)
+
+    @endpoint
+    def join(
+        self, address: Address, first: int, sources: int, size: int, timeout_seconds: float, backend: Backend
+    ) -> None:
+        """Join the link; this mesh has the ranks from `first` on. Waits for: every other rank joining."""
+        self._sources = sources
+        self._rank = first + current_rank().rank
+        self._link = Link(address, self._rank, size, timeout_seconds, backend)
+
+    @endpoint
+    def touch(self, _: Tensor) -> None:
+        """Answer once the tensor has been computed here."""
+
+    @endpoint
+    def send(self, shipment: Shipment) -> None:
+        """Send this replica's docked rollouts to the learner ranks that train on them.
+
+        Raises:
+            NotDocked: a rollout is not here. The receivers are told, so that they do not wait for it.
+        """
+        assert self._link is not None
+        failure: Exception | None = None
+        buffers = {}
+        for data_rank in range(len(shipment.ranks)):
+            part = shipment.part(data_rank, self._rank)
+            if not part:
+                continue
+            try:
+                payload = pack([self._docked(shipment, position) for position in part])
+            except (NotDocked, ValueError) as error:
+                failure = failure or error
+                payload = torch.zeros(_size(shipment, part) - 1, dtype=torch.uint8)
+            # One byte more says whether the rest is good: a receiver that waits is never left without an
+            # answer.
+            buffer = torch.cat([payload, torch.tensor([failure is None], dtype=torch.uint8)])
+            for tensor_rank in range(shipment.tensor_parallel):
+                learner = data_rank * shipment.tensor_parallel + tensor_rank
+                buffers[self._sources + learner] = buffer
+        self._link.send(buffers, shipment.ticket.number)
+        if failure is not None:
+            raise failure
+
+    @endpoint
+    def receive(self, advantages: Tensor, shipment: Shipment) -> None:
+        """Receive this learner rank's rollouts and dock them with their advantages, float32 `[rollouts of the
+        batch]`.
+
+        Raises:
+            ValueError: an advantage is not finite.
+            NotDocked: a replica could not send what the batch needs; the dock is left as it was.
+        """
+        assert self._link is not None
+        data_rank = (self._rank - self._sources) // shipment.tensor_parallel
+        parts = {replica: shipment.part(data_rank, replica) for replica in range(self._sources)}
+        sizes = {replica: _size(shipment, part) for replica, part in parts.items() if part}
+        buffers = self._link.receive(sizes, shipment.ticket.number)
+        for replica, buffer in buffers.items():
+            if not buffer[-1]:
+                raise NotDocked(f"generator replica {replica} could not send its part of {shipment.ticket}")
+        dock().put_batch(
+            shipment.ticket,
+            _batch(
+                shipment, data_rank, advantages, {r: (parts[r], buffer[:-1]) for r, buffer in buffers.items()}
+            ),
+        )
+
+    def _docked(self, shipment: Shipment, position: int) -> dict[str, Tensor]:
+        rollout_id, tokens = shipment.rollout_ids[position], shipment.lengths[position]
+        columns = dock().get(rollout_id)
+        held = columns["token_ids"].numel()
+        if held != tokens:
+            raise ValueError(f"rollout {rollout_id} has {held} tokens in the dock, its handle says {tokens}")
+        return columns
+
+
+def _size(shipment: Shipment, part: Sequence[int]) -> int:
+    """Bytes of the message that holds these rollouts, the last byte included."""
+    return sum(shipment.lengths[position] for position in part) * BYTES_PER_TOKEN + 1
+
+
+def _batch(
+    shipment: Shipment,
+    data_rank: int,
+    advantages: Tensor,
+    received: Mapping[int, tuple[Sequence[int], Tensor]],
+) -> DockedBatch:
+    """A data rank's share, put together from what each replica sent (positions, bytes)."""
+    order = shipment.order(data_rank)
+    lengths = [shipment.lengths[position] for position in order]
+    chosen = advantages.to(torch.float32)[torch.tensor(order, dtype=torch.int64)]
+    if not bool(chosen.isfinite().all()):
+        bad = [shipment.rollout_ids[order[i]] for i in (~chosen.isfinite()).nonzero().flatten().tolist()]
+        raise ValueError(f"advantages of rollouts {bad[:8]} are not finite")
+    columns = {column.name: torch.empty(0, dtype=column.dtype) for column in DOCKED}
+    if len(received) == 1:  # one replica sent all, in the right order
+        ((_, buffer),) = received.values()
+        columns = unpack(buffer, sum(lengths))
+    elif received:
+        pieces: dict[int, dict[str, Tensor]] = {}
+        for part, buffer in received.values():
+            sizes = [shipment.lengths[position] for position in part]
+            split = {name: values.split(sizes) for name, values in unpack(buffer, sum(sizes)).items()}
+            for i, position in enumerate(part):
+                pieces[position] = {name: values[i] for name, values in split.items()}
+        columns = {name: torch.cat([pieces[position][name] for position in order]) for name in columns}
+    microbatches, first = [], 0
+    for microbatch in shipment.ranks[data_rank]:
+        microbatches.append(list(range(first, first + len(microbatch))))
+        first += len(microbatch)
+    return DockedBatch(
+        rollout_ids=[shipment.rollout_ids[position] for position in order],
+        lengths=lengths,
+        columns=columns,
+        advantages=chosen,
+        microbatches=microbatches,
+        global_tokens=shipment.ticket.response_tokens,
+        global_rollouts=shipment.ticket.rollouts,
+    )

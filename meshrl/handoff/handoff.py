@@ -1,0 +1,264 @@
+"""From generator docks to learner docks, without passing through the controller.
+
+The controller names rollouts; bridges beside the actors move their columns. Advantages are ordinary tensor
+code of the program that runs on the learner mesh, by Monarch's tensor engine: the controller issues
+operations and sees no value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from monarch.actor import ActorError
+from monarch.common.tensor import Tensor as EngineTensor
+from torch import Tensor
+
+from meshrl.handoff.collectives import Address, Backend, Bridge, Shipment
+from meshrl.handoff.dock import Ticket
+from meshrl.packing import assign
+from meshrl.rollout import RolloutGroup, RolloutHandle
+
+if TYPE_CHECKING:
+    from meshrl.session import RoleMesh
+
+_numbers = itertools.count(1)
+
+
+class Handoff:
+    """The way of rollouts from a generator mesh to a learner mesh.
+
+    >>> handoff = await Handoff.connect(source=generator, target=learner)          # doctest: +SKIP
+    >>> with handoff.tensors():
+    ...     rewards, groups = handoff.rewards(batch.groups)
+    ...     advantages = group_relative(rewards, groups)
+    >>> ticket = await handoff(batch.groups, advantages=advantages)
+    >>> update = await learner.step(policy_loss(), ticket)
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Any],
+        target: Any,
+        mesh: Any,
+        *,
+        data_parallel: int,
+        tensor_parallel: int,
+        microbatch_tokens: int | None,
+        deadline_seconds: float,
+    ) -> None:
+        """Use `Handoff.connect`."""
+        self._sources = sources
+        self._target = target
+        self._mesh = mesh
+        self.data_parallel = data_parallel
+        self.tensor_parallel = tensor_parallel
+        self.microbatch_tokens = microbatch_tokens
+        self.deadline_seconds = deadline_seconds
+
+    @classmethod
+    async def connect(
+        cls,
+        *,
+        source: RoleMesh,
+        target: RoleMesh,
+        data_parallel: int | None = None,
+        tensor_parallel: int = 1,
+        microbatch_tokens: int | None = None,
+        deadline_seconds: float = 60.0,
+        backend: Backend = "gloo",
+    ) -> Handoff:
+        """Put bridges beside the actors, link them, and start the tensor engine on the learner mesh.
+
+        Call after the learners' own process group is up: the tensor engine sets RANK and WORLD_SIZE in its
+        processes.
+
+        Args:
+            source: generators; any number of replicas of one process.
+            target: learners; one replica of data_parallel * tensor_parallel processes, tensor-parallel ranks
+                innermost.
+            data_parallel: None: all ranks that tensor parallelism leaves.
+            microbatch_tokens: most tokens of a micro-batch; longer rollouts are dropped and named by the
+                ticket. None: a
+                rank's share is one micro-batch, whatever its size.
+            deadline_seconds: longest wait of any one handoff.
+            backend: "nccl" needs a GPU for each process of both meshes.
+
+        Raises:
+            ValueError: the meshes do not fit.
+            TimeoutError: the bridges did not find each other in time.
+        """
+        if len(target.replicas) != 1:
+            raise ValueError(f"{target.name} has {len(target.replicas)} replicas: a handoff wants one")
+        several = [replica.size for replica in source.replicas if replica.size != 1]
+        if several:
+            raise ValueError(f"{source.name} has replicas of {several} processes: a handoff wants one each")
+        learners = target.replicas[0].size
+        data_parallel = data_parallel or learners // tensor_parallel
+        if data_parallel * tensor_parallel != learners:
+            raise ValueError(
+                f"data_parallel={data_parallel} times tensor_parallel={tensor_parallel} is not the {learners} "
+                f"processes of {target.name}"
+            )
+        name = f"handoff_bridge_{next(_numbers)}"
+        sources = [replica.proc_mesh.spawn(name, Bridge) for replica in source.replicas]
+        mesh = target.replicas[0].proc_mesh
+        bridge = mesh.spawn(name, Bridge)
+        (address,) = await _answer(
+            sources[0].open_store.call(deadline_seconds), deadline_seconds, "the handoff's store to open"
+        )
+        assert isinstance(address, Address)
+        size = len(sources) + learners
+        settings = (len(sources), size, deadline_seconds, backend)
+        await _all(
+            [source.join.call(address, i, *settings) for i, source in enumerate(sources)]
+            + [bridge.join.call(address, len(sources), *settings)],
+            deadline_seconds,
+            f"{len(sources)} generator replicas and {learners} learner ranks to link up",
+        )
+        handoff = cls(
+            sources,
+            bridge,
+            mesh,
+            data_parallel=data_parallel,
+            tensor_parallel=tensor_parallel,
+            microbatch_tokens=microbatch_tokens,
+            deadline_seconds=deadline_seconds,
+        )
+        # The first operation starts the engine; done here, a failure is a failure to connect and no step pays
+        # for it.
+        with handoff.tensors():
+            first = torch.zeros(1)
+        await _answer(
+            bridge.touch.call(first), deadline_seconds, "the tensor engine to start on the learners"
+        )
+        return handoff
+
+    @contextmanager
+    def tensors(self) -> Iterator[None]:
+        """Within it, torch operations run on the learner mesh, the same on every rank.
+
+        Tensors made here have shapes but no values on the controller: `.item()`, `.tolist()` and shapes that
+        depend on data raise. Do not await within: the switch holds for the whole process.
+        """
+        with self._mesh.activate():
+            yield
+
+    def rewards(self, groups: Sequence[RolloutGroup]) -> tuple[Tensor, Tensor]:
+        """Scores on the learner mesh: rewards float32 `[rollouts]`, and groups int64 `[rollouts]`, which
+        number the group of each rollout from 0 in the order given.
+
+        Raises:
+            ValueError: a rollout has no reward.
+        """
+        values, numbers = [], []
+        for number, group in enumerate(groups):
+            for rollout in group.rollouts:
+                if rollout.reward is None:
+                    raise ValueError(
+                        f"rollout {rollout.id} of group {group.group_id} has no reward "
+                        f"({rollout.reward_error}): drop its group"
+                    )
+                values.append(rollout.reward)
+                numbers.append(number)
+        with self.tensors():
+            return torch.tensor(values, dtype=torch.float32), torch.tensor(numbers, dtype=torch.int64)
+
+    async def __call__(
+        self, groups: Sequence[RolloutGroup], *, advantages: Tensor | Sequence[float]
+    ) -> Ticket:
+        """Put the groups' columns and advantages into the learners' docks; when it returns, they are there.
+
+        Waits for: each generator replica sending its part, each learner rank docking its share.
+
+        Args:
+            groups: taken from the buffer; columns stay in the generators' docks until released there. None at
+                all gives a
+                ticket for an empty batch, which learners skip.
+            advantages: float `[rollouts]` in the order of the groups: a tensor of the learner mesh, or plain
+                values.
+
+        Returns:
+            The ticket that a learner's step redeems.
+
+        Raises:
+            ValueError: advantages of another length, or not finite.
+            NotDocked: a rollout is not where its handle says.
+            TimeoutError: a rank did not answer in `deadline_seconds`.
+        """
+        shipment = plan_shipment(
+            groups, next(_numbers), self.data_parallel, self.tensor_parallel, self.microbatch_tokens
+        )
+        count = len(shipment.rollout_ids)
+        shape = tuple(advantages.shape) if isinstance(advantages, Tensor) else (len(advantages),)
+        if shape != (count,):
+            raise ValueError(f"advantages have shape {list(shape)}, the groups have {count} rollouts")
+        if not isinstance(advantages, EngineTensor):
+            values = advantages.tolist() if isinstance(advantages, Tensor) else list(advantages)
+            with self.tensors():
+                advantages = torch.tensor(values, dtype=torch.float32)
+        holders = sorted({shipment.replicas[p] for rank in shipment.ranks for part in rank for p in part})
+        await _all(
+            [self._sources[replica].send.call(shipment) for replica in holders]
+            + [self._target.receive.call(advantages, shipment)],
+            self.deadline_seconds,
+            f"batch {shipment.ticket.number} from generator replicas {holders} to arrive at the learners",
+        )
+        return shipment.ticket
+
+
+def plan_shipment(
+    groups: Sequence[RolloutGroup],
+    number: int,
+    data_parallel: int,
+    tensor_parallel: int = 1,
+    microbatch_tokens: int | None = None,
+) -> Shipment:
+    """Which rollout goes where. Pure.
+
+    Rollouts that no micro-batch can hold are named by the ticket's `dropped` and count in no total.
+    """
+    rollouts: list[RolloutHandle] = [rollout for group in groups for rollout in group.rollouts]
+    assignment = assign([rollout.tokens for rollout in rollouts], data_parallel, microbatch_tokens)
+    dropped = set(assignment.dropped)
+    kept = [rollout for position, rollout in enumerate(rollouts) if position not in dropped]
+    return Shipment(
+        ticket=Ticket(
+            number=number,
+            rollouts=len(kept),
+            response_tokens=sum(rollout.response_tokens for rollout in kept),
+            microbatches=assignment.microbatches,
+            dropped=tuple(rollouts[position].id for position in assignment.dropped),
+        ),
+        rollout_ids=tuple(rollout.id for rollout in rollouts),
+        replicas=tuple(rollout.replica for rollout in rollouts),
+        lengths=tuple(rollout.tokens for rollout in rollouts),
+        ranks=assignment.ranks,
+        tensor_parallel=tensor_parallel,
+    )
+
+
+async def _answer(future: Awaitable[Any], deadline_seconds: float, what: str) -> list[Any]:
+    """The answers of every rank of one call, with errors as they were raised."""
+    try:
+        answers = await asyncio.wait_for(_awaited(future), deadline_seconds)
+    except TimeoutError:
+        raise TimeoutError(f"waited {deadline_seconds:g} s for {what}") from None
+    except ActorError as error:
+        if isinstance(error.exception, Exception):
+            raise error.exception from error
+        raise
+    return [value for _, value in answers]
+
+
+async def _all(futures: Sequence[Awaitable[Any]], deadline_seconds: float, what: str) -> None:
+    """Wait for several calls; the first failure is raised."""
+    await asyncio.gather(*(_answer(future, deadline_seconds, what) for future in futures))
+
+
+async def _awaited(future: Awaitable[Any]) -> Any:
+    return await future
