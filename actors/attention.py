@@ -21,7 +21,8 @@ class Bucket:
     """Documents of similar length, as one padded batch."""
 
     gather: Tensor
-    """int64 `[documents, longest]`: position in the packed row of each token; padding repeats the document's last token."""
+    """int64 `[documents, longest]`: position in the packed row of each token; padding repeats the
+    document's last token."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Documents:
 
 
 def _similar(lengths: Sequence[int]) -> list[list[int]]:
-    """Documents grouped so that, longest first, none is shorter than the longest of its group by `BUCKET_GROWTH`."""
+    """Documents in groups, longest first; none is shorter than its group's longest by `BUCKET_GROWTH`."""
     groups: list[list[int]] = []
     floor = 0.0
     for document in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -78,8 +79,9 @@ def _similar(lengths: Sequence[int]) -> list[list[int]]:
 class PackedAttention(Module):
     """Causal attention within each document; TorchTitan's `inner_attention` contract.
 
-    A packed row's documents are gathered into padded batches by length. Padding comes after the real tokens, where a causal
-    query never looks, so no mask is needed; its outputs are not gathered back, so no gradient flows through it.
+    A packed row's documents are gathered into padded batches by length. Padding comes after the real tokens,
+    where a causal query never looks, so no mask is needed; its outputs are not gathered back, so no gradient
+    flows through it.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -115,14 +117,14 @@ class PackedAttention(Module):
             raise ValueError(f"packed attention takes one row, not {q_BLNH.shape[0]}")
         q, k, v = q_BLNH[0], k_BLNH[0], v_BLNH[0]
         padded = [
-            _causal(*(_take(x, bucket.gather) for x in (q, k, v)), scale, enable_gqa).flatten(0, 1)
-            for bucket in attention_masks.buckets
+            _causal(_take(q, at), _take(k, at), _take(v, at), scale, enable_gqa).flatten(0, 1)
+            for at in (bucket.gather for bucket in attention_masks.buckets)
         ]
         return _take(torch.cat(padded), attention_masks.scatter)[None]
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:
-    """`rows[index]`; its backward adds whole rows, which is much faster on a CPU than that of advanced indexing."""
+    """`rows[index]`; its backward adds whole rows, faster on a CPU than that of advanced indexing."""
     return rows.index_select(0, index.flatten()).unflatten(0, index.shape)
 
 

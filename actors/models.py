@@ -1,7 +1,8 @@
 """Qwen3 by name: its shape, its parameters, and the TorchTitan model built from it.
 
-The shape (`Architecture`) and the parameter table are plain data, so that a process which only needs names and sizes does not
-import TorchTitan. Learner and generator share one definition, hence one set of parameter names.
+The shape (`Architecture`) and the parameter table are plain data, so that a process which only needs names
+and sizes does not import TorchTitan. Learner and generator share one definition, hence one set of parameter
+names.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +43,7 @@ class ModelConfig:
     """Which model is trained."""
 
     name: str = "tiny-0.4m"
-    """`tiny-0.4m`, `tiny-0.8m`, `tiny-1m` (random weights, for CPUs), or an official size such as `qwen3-0.6b`."""
+    """`tiny-0.4m`, `tiny-0.8m`, `tiny-1m` (for CPUs), or an official size such as `qwen3-0.6b`."""
     max_tokens: int = 0
     """Context in tokens, prompt and response together; 0: the model's own."""
 
@@ -71,17 +72,16 @@ class Architecture:
     norm_epsilon: float = 1e-6
 
 
+_TINY_LAYERS: dict[str, Any] = dict(
+    dim=128, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384, vocab_size=0
+)
+
 _TINY = {
-    "tiny-0.4m": dict(
-        dim=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384, max_tokens=256
-    ),
-    "tiny-0.8m": dict(
-        dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384, max_tokens=512
-    ),
-    "tiny-1m": dict(
-        dim=128, n_layers=5, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384, max_tokens=1024
-    ),
+    "tiny-0.4m": Architecture(n_layers=2, max_tokens=256, **_TINY_LAYERS),
+    "tiny-0.8m": Architecture(n_layers=4, max_tokens=512, **_TINY_LAYERS),
+    "tiny-1m": Architecture(n_layers=5, max_tokens=1024, **_TINY_LAYERS),
 }
+"""Sizes for CPUs; `vocab_size` comes from the tokenizer."""
 
 _OFFICIAL = {f"qwen3-{size.lower()}": size for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")}
 """Our name → TorchTitan's."""
@@ -95,35 +95,37 @@ def model_names() -> tuple[str, ...]:
 def architecture(config: ModelConfig, vocab_size: int) -> Architecture:
     """Sizes of the model of that name, for a tokenizer of `vocab_size` tokens.
 
-    Tiny models have exactly `vocab_size` embedding rows; official ones keep their own count, so that published weights fit.
+    Tiny models have exactly `vocab_size` embedding rows; official ones keep their own count, so that
+    published weights fit.
 
     Raises:
-        UserError: unknown name, a context beyond what the model was made for, or a tokenizer too large for an official size.
+        UserError: unknown name, a context beyond what the model was made for, or a tokenizer too large for an
+            official size.
     """
     if config.name in _TINY:
-        found = Architecture(vocab_size=vocab_size, **_TINY[config.name])
+        found = replace(_TINY[config.name], vocab_size=vocab_size)
     elif config.name in _OFFICIAL:
         found = _official_architecture(config.name)
         if vocab_size > found.vocab_size:
             raise UserError(
-                f"the tokenizer has {vocab_size} tokens, {config.name} only {found.vocab_size} embedding rows: use the "
-                "tokenizer that belongs to the model"
+                f"the tokenizer has {vocab_size} tokens, {config.name} only {found.vocab_size} embedding "
+                "rows: use the tokenizer that belongs to the model"
             )
     else:
         close = difflib.get_close_matches(config.name.lower(), model_names(), n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise UserError(f"unknown model {config.name!r}: {hint}the names are {', '.join(model_names())}")
-    if config.max_tokens < 0 or config.max_tokens > found.max_tokens and config.name in _OFFICIAL:
-        raise UserError(
-            f"max_tokens is {config.max_tokens}: {config.name} takes 1 to {found.max_tokens}, 0 for the most"
-        )
-    if not config.max_tokens:
-        return found
-    return Architecture(**{**found.__dict__, "max_tokens": config.max_tokens})
+    # A tiny model starts from nothing, so its context may be anything.
+    most = found.max_tokens if config.name in _OFFICIAL else 2**20
+    if not 0 <= config.max_tokens <= most:
+        raise UserError(f"max_tokens is {config.max_tokens}: {config.name} takes 1 to {most}, or 0")
+    return replace(found, max_tokens=config.max_tokens or found.max_tokens)
 
 
 def parameter_shapes(config: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter by TorchTitan name, in model order; a tied output weight appears as `tok_embeddings.weight` only.
+    """Shape of each parameter by TorchTitan name, in model order.
+
+    A tied output weight appears as `tok_embeddings.weight` only.
 
     >>> parameter_shapes(ModelConfig("tiny-0.4m"), 16)["layers.0.attention.qkv_linear.wk.weight"]
     (64, 128)
@@ -164,7 +166,7 @@ def titan_config(config: ModelConfig, vocab_size: int, attention: Any = None) ->
     from meshrl.actors.attention import PackedAttention
 
     a = architecture(config, vocab_size)
-    # TorchTitan has no public constructor of a dense Qwen3 of other sizes; these helpers are what its own sizes are made with.
+    # TorchTitan has no public way to a dense Qwen3 of other sizes; its own sizes are made with these helpers.
     layers = qwen3._build_qwen3_layers(
         n_layers=a.n_layers,
         dim=a.dim,
@@ -202,8 +204,9 @@ def build_model(
 ) -> Qwen3Model:
     """The whole model on one device in float32, with fresh weights.
 
-    `model(token_ids [rows, tokens] int64, positions=..., attention_masks=...)` gives logits `[rows, tokens, vocab]`. Without
-    `attention_masks` each row is one causal sequence; see `PackedAttention` for packed rows.
+    `model(token_ids [rows, tokens] int64, positions=..., attention_masks=...)` gives logits
+    `[rows, tokens, vocab]`. Without `attention_masks` each row is one causal sequence; see `PackedAttention`
+    for packed rows.
 
     Args:
         attention: config of the inner attention; None: `PackedAttention`.
@@ -218,7 +221,7 @@ def build_model(
 
 
 def prepare_torchtitan() -> None:
-    """Make TorchTitan run on the CPU where there is no accelerator. Must come before any other TorchTitan import.
+    """Make TorchTitan run on the CPU where there is no accelerator. Call before any other TorchTitan import.
 
     TorchTitan takes "no accelerator" for CUDA when its utilities are imported, and other modules copy that.
     """
@@ -228,10 +231,10 @@ def prepare_torchtitan() -> None:
     for name, module in list(sys.modules.items()):
         # Modules that were imported on the way have copied the wrong device already.
         if name.startswith("torchtitan") and getattr(module, "device_type", None) == "cuda":
-            module.device_type = "cpu"
+            vars(module)["device_type"] = "cpu"
             if hasattr(module, "device_module"):
-                module.device_module = torch.cpu
-    assert utilities.device_type == "cpu"
+                vars(module)["device_module"] = torch.cpu
+    assert vars(utilities)["device_type"] == "cpu"
 
 
 def _official_architecture(name: str) -> Architecture:

@@ -44,7 +44,8 @@ class Tokenizer:
         except Exception as error:
             unknown = sorted({c for c in text if self._backend.token_to_id(c) is None})
             raise UserError(
-                f"the {self.name} tokenizer cannot write {text!r}: it does not know {', '.join(map(repr, unknown))}"
+                f"the {self.name} tokenizer cannot write {text!r}: it does not know "
+                f"{', '.join(map(repr, unknown))}"
             ) from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -88,7 +89,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     file = directory / "tokenizer.json"
     if not file.is_file():
         raise UserError(
-            f"unknown tokenizer {name!r}: it is neither arithmetic nor bytes, nor a directory with tokenizer.json"
+            f"unknown tokenizer {name!r}: it is neither arithmetic nor bytes, nor a directory with "
+            "tokenizer.json"
         )
     import tokenizers
 
