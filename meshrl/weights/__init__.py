@@ -1,1 +1,1 @@
-"""Mesh-sliced weight broadcast."""
+"""Weights from learner to generators: layouts, plans, arenas, transports, and the broadcast made of them."""
