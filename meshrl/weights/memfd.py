@@ -17,11 +17,13 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from meshrl.weights.arena import (
+    NO_VERSION,
     ArenaAddress,
     Half,
     HostProcess,
@@ -47,6 +49,7 @@ class MemfdWriter:
             WeightsError: not enough memory.
         """
         size = half_bytes(layout, 0)
+        _check_memory(2 * size)
         self._descriptors = [_allocate(size) for _ in range(2)]
         for descriptor in self._descriptors:
             weakref.finalize(self, os.close, descriptor)
@@ -110,7 +113,7 @@ class MemfdReader:
     @contextmanager
     def reading(self, version: int, deadline_seconds: float) -> Iterator[int]:
         for index, (half, descriptor) in enumerate(zip(self.halves, self._descriptors, strict=True)):
-            if half.version != version:
+            if half.version != version or version == NO_VERSION:
                 continue
             if not _lock(descriptor, fcntl.LOCK_SH, deadline_seconds):
                 raise ArenaBusy(
@@ -125,7 +128,8 @@ class MemfdReader:
                 raise type(error)(f"learner {self.owner}: {error}") from None
             finally:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
-        held = " and ".join(describe_version(half.version) for half in self.halves)
+        versions = sorted({half.version for half in self.halves} - {NO_VERSION})
+        held = " and ".join(map(describe_version, versions)) or "nothing yet"
         raise VersionUnavailable(f"learner {self.owner} does not hold version {version} but {held}")
 
 
@@ -150,11 +154,39 @@ def _allocate(size: int) -> int:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         os.close(descriptor)
-        raise WeightsError(
-            f"no memory for the weights: the arena of this rank needs 2 x {size / 2**20:.1f} MiB "
-            f"({error.strerror}); use a smaller model, more learner ranks, or more memory"
-        ) from None
+        raise _shortage(2 * size, error.strerror or "refused") from None
     return descriptor
+
+
+def _check_memory(needed: int) -> None:
+    """Refuse what cannot fit: the system would not say no to it, but kill a process later."""
+    free = available_memory()
+    if free is not None and needed > free:
+        raise _shortage(needed, f"{free / 2**30:.1f} GiB are free")
+
+
+def available_memory() -> int | None:
+    """Bytes that a process may still get, by the system and its container; None: not known."""
+    found = []
+    try:
+        rows = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:")]
+    except OSError:
+        pass
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(limit).read_text().strip()
+        except OSError:
+            continue
+        found += [int(text)] if text.isdigit() else []
+    return min(found, default=None)
+
+
+def _shortage(needed: int, why: str) -> WeightsError:
+    return WeightsError(
+        f"no memory for the weights: the arena of this rank needs {needed / 2**30:.1f} GiB, {why}; "
+        "use a smaller model, more learner ranks, or a machine with more memory"
+    )
 
 
 def _map(descriptor: int, size: int, *, writable: bool) -> Tensor:

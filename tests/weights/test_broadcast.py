@@ -1,0 +1,206 @@
+"""Broadcasts on real meshes: two learner ranks, two generator replicas."""
+
+import asyncio
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from meshrl.mesh import RoleMesh
+from meshrl.session import Session
+from meshrl.weights.broadcast import PublishesWeights, ReceivesWeights, WeightBroadcast
+from meshrl.weights.errors import DigestMismatch, VersionUnavailable, WeightsError
+from meshrl.weights.memfd import MemfdWriter
+from meshrl.worker import Worker, endpoint
+
+
+class SmallLearner(PublishesWeights, Worker):
+    """Holds a small module, sharded as it is told."""
+
+    @endpoint
+    async def setup(self, store: str) -> None:
+        dist.init_process_group(
+            "gloo", store=FileStore(store, self.world_size), rank=self.rank, world_size=self.world_size
+        )
+
+    @endpoint
+    async def shard(self, how: str) -> None:
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(5, 9), torch.nn.Linear(9, 4))
+        mesh = init_device_mesh("cpu", (self.world_size,))
+        if how == "fsdp":
+            fully_shard(module, mesh=mesh)
+        elif how == "tp":
+            parallelize_module(module, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        self.module = module.bfloat16() if how == "bf16" else module
+
+    def weight_tensors(self) -> Mapping[str, Tensor]:
+        return dict(self.module.named_parameters())
+
+    @endpoint
+    async def train(self) -> None:
+        """Change every weight."""
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.mul_(1.25).add_(0.125)
+
+    @endpoint
+    async def full_weights(self) -> dict[str, Tensor]:
+        named = self.weight_tensors().items()
+        return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in named}
+
+    @endpoint
+    async def corrupt(self, version: int) -> None:
+        """Publish a version and spoil it."""
+        assert self._publisher is not None
+        self._publisher.publish(version, self.weight_tensors())
+        writer = self._publisher._writer
+        assert isinstance(writer, MemfdWriter)
+        next(half for half in writer._halves if half.version == version).boxes[0].add_(1)
+
+
+class SmallGenerator(ReceivesWeights, Worker):
+    """Keeps a copy of what it is given."""
+
+    @endpoint
+    async def setup(self, setup: None) -> None:
+        pass
+
+    async def swap_weights(self, named: Mapping[str, Tensor], version: int) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in named.items()}
+        self.version = version
+
+    @endpoint
+    async def in_use(self) -> tuple[int, dict[str, Tensor]]:
+        return self.version, self.weights
+
+
+@dataclass
+class Meshes:
+    """Live meshes and the event loop that they belong to."""
+
+    runner: asyncio.Runner
+    learner: RoleMesh
+    generator: RoleMesh
+
+    def connect(self, how: str) -> WeightBroadcast:
+        self.run(self.learner.call("shard", how))
+        return self.run(WeightBroadcast.connect(source=self.learner, target=self.generator))
+
+    def run(self, awaitable: Any) -> Any:
+        return self.runner.run(awaitable)
+
+    def check(self, version: int) -> None:
+        """Every generator uses exactly the learner's weights, as this version."""
+        full = self.run(self.learner.call("full_weights"))[0]
+        for used, weights in self.run(self.generator.call("in_use")):
+            assert used == version and list(weights) == list(full)
+            for name, tensor in full.items():
+                assert weights[name].dtype == tensor.dtype and torch.equal(weights[name], tensor), name
+
+
+@pytest.fixture(scope="module")
+def meshes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Meshes]:
+    store: Path = tmp_path_factory.mktemp("store") / "store"
+    session = Session()
+
+    async def start() -> tuple[RoleMesh, RoleMesh]:
+        await session.start()
+        return await asyncio.gather(
+            session.spawn(SmallLearner, str(store), procs=2), session.spawn(SmallGenerator, replicas=2)
+        )
+
+    with asyncio.Runner() as runner:
+        try:
+            yield Meshes(runner, *runner.run(start()))
+        finally:
+            runner.run(session.stop())
+
+
+@pytest.mark.parametrize("how", ["fsdp", "tp", "replicated", "bf16"])
+def test_each_broadcast_is_bit_exact_on_every_replica(meshes: Meshes, how: str) -> None:
+    weights = meshes.connect(how)
+    assert weights.version == 0 and weights.last is None
+    for expected in (1, 2, 3):
+        assert meshes.run(weights.broadcast()) == expected == weights.version
+        meshes.check(expected)
+        meshes.run(meshes.learner.call("train"))
+    assert weights.last is not None
+    assert (
+        weights.last.bytes
+        == weights.bytes_per_broadcast
+        == 2 * (5 * 9 + 9 + 9 * 4 + 4) * (2 if how == "bf16" else 4)
+    )
+
+
+def test_a_damaged_version_changes_nothing_and_the_next_one_arrives(meshes: Meshes) -> None:
+    weights = meshes.connect("fsdp")
+    meshes.run(weights.broadcast())
+    before = meshes.run(meshes.generator.call("in_use"))
+    meshes.run(meshes.learner.call("train"))
+    meshes.run(meshes.learner.call("corrupt", 2))
+    with pytest.raises(DigestMismatch, match="learner process .* version 2 arrived with digest") as raised:
+        meshes.run(meshes.generator.call("pull_weights", 2))
+    assert any("generator" in note for note in raised.value.__notes__)
+    after = meshes.run(meshes.generator.call("in_use"))
+    for (version, old), (same_version, same) in zip(before, after, strict=True):
+        assert version == same_version and all(torch.equal(old[name], same[name]) for name in old)
+    with pytest.raises(VersionUnavailable, match="version 2 cannot follow version 2"):
+        meshes.run(weights.broadcast())
+    assert weights.version == 1
+    assert meshes.run(weights.broadcast()) == 3  # a number whose broadcast failed is not used again
+    meshes.check(3)
+
+
+def test_broadcasts_that_overlap_follow_one_another(meshes: Meshes) -> None:
+    weights = meshes.connect("tp")
+
+    async def several() -> list[int]:
+        return await asyncio.gather(*(weights.broadcast() for _ in range(5)))
+
+    assert meshes.run(several()) == [1, 2, 3, 4, 5]
+    meshes.check(5)
+
+
+def test_connecting_again_replaces_the_way_before(meshes: Meshes) -> None:
+    first = meshes.connect("fsdp")
+    meshes.run(first.broadcast())
+    second = meshes.connect("tp")
+    meshes.run(second.broadcast())
+    meshes.check(1)
+
+
+def test_no_weight_passes_through_the_controller(meshes: Meshes, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = meshes.connect("fsdp")
+    sizes: list[int] = []
+    call = RoleMesh.call
+
+    async def counting(mesh: RoleMesh, name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        answers = await call(mesh, name, *args, **kwargs)
+        sizes.extend(map(len, map(pickle.dumps, [args, kwargs, *answers])))
+        return answers
+
+    monkeypatch.setattr(RoleMesh, "call", counting)
+    meshes.run(weights.broadcast())
+    # Two calls on two ranks each, however large the weights: numbers and short reports.
+    assert len(sizes) == 8 and max(sizes) < 200
+
+
+def test_without_a_connection_the_way_out_is_named(meshes: Meshes) -> None:
+    async def unconnected() -> RoleMesh:
+        return await meshes.learner.spawn_beside(SmallLearner, "unconnected_learner")
+
+    mesh = meshes.run(unconnected())
+    with pytest.raises(WeightsError, match=r"await WeightBroadcast.connect\(\.\.\.\) before publishing"):
+        meshes.run(mesh.call("publish", 1))
