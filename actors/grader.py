@@ -51,7 +51,11 @@ class Grader:
 
     async def grade_async(self, rollouts: list[Rollout]) -> list[Grade]:
         """Call an async function; give up waiting at the timeout, even if it ignores being cancelled."""
-        task = asyncio.ensure_future(self._function(rollouts if self.batched else rollouts[0]))
+
+        async def call() -> Any:
+            return await self._function(rollouts if self.batched else rollouts[0])
+
+        task = asyncio.create_task(call())
         done, _ = await asyncio.wait({task}, timeout=self._timeout_seconds)
         if not done:
             task.cancel()
@@ -81,7 +85,7 @@ class Grader:
             if not self._tracebacks_left:
                 print("further exceptions of the reward function are counted, not printed", file=sys.stderr)
         place = traceback.extract_tb(error.__traceback__)[-1]
-        text = traceback.format_exception_only(error)[-1].strip()
+        text = _short(f"{type(error).__name__}: {error}", 200)
         return failed(rollouts, f"raised {text} ({os.path.basename(place.filename)}:{place.lineno})")
 
 
@@ -106,8 +110,12 @@ def _checked(rollout: Rollout, value: Any) -> Grade:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 40 else text[:39] + '…'}"
+    return f"{type(value).__name__} {_short(repr(value), 40)}"
+
+
+def _short(text: str, characters: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= characters else text[: characters - 1] + "…"
 
 
 def die_with_parent(lifeline: int) -> None:
@@ -154,7 +162,11 @@ def main() -> None:
         return
     for jobs in messages:
         for job in jobs:
-            connection.sendall(frame(Done(job.id, grader.grade(job.rollouts))))
+            connection.sendall(frame(_done(job, grader.grade(job.rollouts))))
+
+
+def _done(job: Job, grades: list[Grade]) -> Done:
+    return Done(job.id, [(grade.reward, grade.error) for grade in grades])
 
 
 def _messages(connection: socket.socket) -> Iterator[Any]:
@@ -170,7 +182,7 @@ async def _serve_async(connection: socket.socket, grader: Grader, hello: Hello) 
     async def run(job: Job) -> None:
         async with slots:
             grades = await grader.grade_async(job.rollouts)
-        writer.write(frame(Done(job.id, grades)))
+        writer.write(frame(_done(job, grades)))
 
     async def show_life() -> None:
         while True:

@@ -11,9 +11,8 @@ import pickle
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from meshrl.rewards import Grade
 from meshrl.rollout import Rollout
 
 HEADER = struct.Struct(">I")
@@ -52,10 +51,12 @@ class Job:
     """One, or all of a call for a `@batched` function."""
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
+    """One per job, so it is built to pickle fast: tuples all through."""
+
     id: int
-    grades: list[Grade]
+    grades: list[tuple[float | None, str | None]]
+    """Reward and error of each rollout."""
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ class GraderProcess:
                 self._heard = time.monotonic()
                 for message in frames.feed(data):
                     if isinstance(message, Done):
-                        self._finish(message.id, message.grades)
+                        self._finish(message.id, [Grade(*grade) for grade in message.grades])
                 self._send()
         except ConnectionError:
             pass  # as good as the end of the stream
