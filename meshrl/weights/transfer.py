@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshrl.weights.arena import ArenaAddress
 from meshrl.weights.errors import LayoutError
-from meshrl.weights.layout import Layout, join, layout_of
+from meshrl.weights.layout import Layout, join, layout_of, signature
 from meshrl.weights.plan import Copy, Plan, plan
 from meshrl.weights.transport import choose_transport, make_writer, open_reader
 
@@ -44,6 +44,7 @@ class Publisher:
             LayoutError: see `layout_of`.
         """
         self._layout = layout_of(named)
+        self._signature = signature(named)
         self._writer = make_writer(transport or choose_transport(), self._layout)
 
     @property
@@ -60,11 +61,10 @@ class Publisher:
             ArenaBusy: a reader did not finish before the deadline.
             VersionUnavailable: `version` is not above the last one.
         """
-        layout = layout_of(named)
-        if layout != self._layout:
+        if signature(named) != self._signature:
             raise LayoutError(
                 f"the weights have changed their layout since the generators were connected: "
-                f"{_difference(self._layout, layout)}; connect again"
+                f"{_difference(self._layout, layout_of(named))}; connect again"
             )
         self._writer.publish(version, named, deadline_seconds)
 
