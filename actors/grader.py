@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import fcntl
+import io
 import math
 import os
 import pickle
@@ -145,9 +146,7 @@ def main() -> None:
     messages = _messages(connection)
     hello: Hello = next(messages)
     try:
-        function = (
-            load_reward(hello.function) if isinstance(hello.function, str) else pickle.loads(hello.function)
-        )
+        function = _load(hello.function)
     except UserError as error:
         connection.sendall(frame(LoadFailed(str(error), user_error=True)))
         return
@@ -165,8 +164,32 @@ def main() -> None:
             connection.sendall(frame(_done(job, grader.grade(job.rollouts))))
 
 
+class _FunctionUnpickler(pickle.Unpickler):
+    """Monarch has functions pickled by value ask the controller for their source; from here they cannot."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if module_name == "monarch._src.actor.source_loader":
+            return _NoSource
+        return super().find_class(module_name, global_name)
+
+
+class _NoSource:
+    """Stands for Monarch's source loader, whose import would make the start slow."""
+
+    def get_source(self, module_name: str) -> str:
+        raise ImportError(f"the source of {module_name} is not here")
+
+
+def _load(function: str | bytes) -> RewardFunction:
+    return (
+        load_reward(function)
+        if isinstance(function, str)
+        else _FunctionUnpickler(io.BytesIO(function)).load()
+    )
+
+
 def _done(job: Job, grades: list[Grade]) -> Done:
-    return Done(job.id, [(grade.reward, grade.error) for grade in grades])
+    return job.id, [(grade.reward, grade.error) for grade in grades]
 
 
 def _messages(connection: socket.socket) -> Iterator[Any]:

@@ -11,7 +11,7 @@ import pickle
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from meshrl.rollout import Rollout
 
@@ -51,12 +51,8 @@ class Job:
     """One, or all of a call for a `@batched` function."""
 
 
-class Done(NamedTuple):
-    """One per job, so it is built to pickle fast: tuples all through."""
-
-    id: int
-    grades: list[tuple[float | None, str | None]]
-    """Reward and error of each rollout."""
+Done = tuple[int, list[tuple[float | None, str | None]]]
+"""Id of a job, and reward and error of each of its rollouts: plain tuples, as there are many."""
 
 
 @dataclass(frozen=True)

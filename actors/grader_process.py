@@ -15,13 +15,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import cloudpickle
 
 from meshrl.actors.grader import SHOW_STACK_SIGNAL, failed
-from meshrl.actors.grader_messages import Done, FrameReader, Hello, Job, LoadFailed, Ready, frame
+from meshrl.actors.grader_messages import FrameReader, Hello, Job, LoadFailed, Ready, frame
 from meshrl.errors import UserError
 from meshrl.rewards import Grade, RewardFunction
 from meshrl.rollout import Rollout
@@ -35,9 +36,22 @@ class RewardError(RuntimeError):
 
 
 @dataclass
+class _Call:
+    """One call of `grade`, complete when no job of it is left."""
+
+    grades: list[Grade | None]
+    jobs_left: int
+    done: asyncio.Future[None]
+
+
+@dataclass(eq=False)
 class _Pending:
+    """A job that has no answer yet."""
+
     job: Job
-    grades: asyncio.Future[list[Grade]]
+    call: _Call
+    offset: int
+    """Where in the call its grades belong."""
     sent: bool = False
     suspect: bool = False
     """May have been the one in progress when a child was lost; sent alone from then on."""
@@ -82,7 +96,8 @@ class GraderProcess:
         self._load_timeout_seconds = load_timeout_seconds
         self._failures_in_a_row = failures_in_a_row
         self._hangs_in_a_row = hangs_in_a_row
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, _Pending] = {}  # oldest first
+        self._unsent: deque[_Pending] = deque()  # those of them that the child has not been given
         self._next_id = self._failures = self._hangs = 0
         self._child: _Child | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -115,16 +130,17 @@ class GraderProcess:
             return []
         await self.start()
         assert self._child is not None
-        shares = [list(rollouts)] if self._child.ready.batched else [[rollout] for rollout in rollouts]
-        loop = asyncio.get_running_loop()
-        mine = [
-            _Pending(Job(self._next_id + i, share), loop.create_future()) for i, share in enumerate(shares)
-        ]
-        self._next_id += len(mine)
-        self._pending |= {pending.job.id: pending for pending in mine}
+        size = len(rollouts) if self._child.ready.batched else 1
+        offsets = range(0, len(rollouts), size)
+        call = _Call([None] * len(rollouts), len(offsets), asyncio.get_running_loop().create_future())
+        for offset in offsets:
+            job = Job(self._next_id, list(rollouts[offset : offset + size]))
+            self._next_id += 1
+            self._pending[job.id] = pending = _Pending(job, call, offset)
+            self._unsent.append(pending)
         self._send()
-        answers = await asyncio.gather(*(pending.grades for pending in mine))
-        return [grade for grades in answers for grade in grades]
+        await call.done
+        return [grade for grade in call.grades if grade is not None]
 
     async def close(self) -> None:
         """Kill the child and fail what it has not graded."""
@@ -215,8 +231,9 @@ class GraderProcess:
             while data := await child.reader.read(1 << 16):
                 self._heard = time.monotonic()
                 for message in frames.feed(data):
-                    if isinstance(message, Done):
-                        self._finish(message.id, [Grade(*grade) for grade in message.grades])
+                    if isinstance(message, tuple):
+                        job_id, grades = message
+                        self._finish(job_id, [Grade(*grade) for grade in grades])
                 self._send()
         except ConnectionError:
             pass  # as good as the end of the stream
@@ -236,6 +253,7 @@ class GraderProcess:
         lost = [pending for pending in self._pending.values() if pending.sent]
         for pending in lost:
             pending.sent = False
+        self._unsent = deque(self._pending.values())
         hung = child.hung_on is not None
         if not lost or (hung and child.hung_on not in lost):
             return
@@ -249,6 +267,7 @@ class GraderProcess:
         grades = failed(job.rollouts, reason)
         print(f"{grades[0].error}; its process is replaced", file=sys.stderr, flush=True)
         self._hangs += hung
+        self._unsent.popleft()
         self._finish(job.id, grades)
         if self._hangs_in_a_row and self._hangs >= self._hangs_in_a_row:
             self._give_up(f"hung {self._hangs} times in a row", grades[0])
@@ -257,8 +276,11 @@ class GraderProcess:
         pending = self._pending.pop(job_id, None)
         if pending is None:
             return
-        if not pending.grades.done():
-            pending.grades.set_result(grades)
+        call = pending.call
+        call.grades[pending.offset : pending.offset + len(grades)] = grades
+        call.jobs_left -= 1
+        if not call.jobs_left and not call.done.done():
+            call.done.set_result(None)
         for grade in grades:
             if grade.error is None:
                 self._failures = self._hangs = 0
@@ -275,25 +297,24 @@ class GraderProcess:
 
     def _fail_all(self, error: Exception) -> None:
         for pending in self._pending.values():
-            if not pending.grades.done():
-                pending.grades.set_exception(error)
+            if not pending.call.done.done():
+                pending.call.done.set_exception(error)
         self._pending.clear()
+        self._unsent.clear()
 
     def _send(self) -> None:
         """Send what the child may have now: everything, or one job at a time while there are suspects."""
-        if self._child is None:
+        if self._child is None or not self._unsent:
             return
-        waiting = list(self._pending.values())
-        if waiting and waiting[0].suspect:
-            waiting = waiting[:1]
-        fresh = [pending for pending in waiting if not pending.sent]
-        if not fresh:
+        oldest = next(iter(self._pending.values()))
+        if oldest.suspect and oldest.sent:
             return
+        batch = [self._unsent.popleft() for _ in range(1 if oldest.suspect else len(self._unsent))]
         if not any(pending.sent for pending in self._pending.values()):
             self._heard = time.monotonic()
-        for pending in fresh:
+        for pending in batch:
             pending.sent = True
-        self._child.writer.write(frame([pending.job for pending in fresh]))
+        self._child.writer.write(frame([pending.job for pending in batch]))
         if self._watchdog is None:
             self._watch(self._child)
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from meshrl.actors.grader_process import GraderProcess
+from meshrl.parcel import parcel
 from meshrl.rewards import EXACT_MATCH, Grade, RewardFunction
 from meshrl.rollout import Rollout
 from meshrl.worker import Worker, endpoint
@@ -69,7 +70,9 @@ class Reward(Worker):
     async def grade(self, rollouts: Sequence[Rollout]) -> list[Grade]:
         """Grades, in order. A rollout that could not be graded has reward None and the reason, never 0.
 
+        Many rollouts are best sent as `parcel(rollouts)`.
+
         Raises:
             RewardError: the function fails on everything.
         """
-        return await self._grader.grade(rollouts)
+        return parcel(await self._grader.grade(rollouts))

@@ -13,6 +13,7 @@ from grading import DEADLINE_SECONDS, ended, rollouts
 from meshrl.actors.grader_process import RewardError
 from meshrl.actors.reward import Reward, RewardConfig, RewardSetup
 from meshrl.errors import UserError
+from meshrl.parcel import parcel
 from meshrl.rewards import Grade
 from meshrl.rollout import Rollout
 from meshrl.session import Session, WorkerDied
@@ -25,7 +26,9 @@ class Sender(Worker):
     @endpoint
     async def send(self, handles: Sequence, batch: Sequence[Rollout]) -> list[list[Grade]]:
         return list(
-            await asyncio.gather(*(call(handle, "grade", batch, deadline_seconds=60) for handle in handles))
+            await asyncio.gather(
+                *(call(handle, "grade", parcel(batch), deadline_seconds=60) for handle in handles)
+            )
         )
 
 
