@@ -107,8 +107,10 @@ class TitanEngine:
         self._top_p = np.ones(slots, dtype=np.float32)
         self._plain = np.ones(slots, dtype=bool)
         """Temperature 1 and no cut: most of training."""
-        self._stops = np.zeros(slots, dtype=bool)
-        """Has stop ids or strings of its own."""
+        self._stop_ids = np.full((slots, 1), tokenizer.end_id, dtype=np.int64)
+        """The end token, then stop ids of the sample's own; the end token again fills the row."""
+        self._stop_strings = np.zeros(slots, dtype=bool)
+        """Has stop strings."""
 
         self._slot_of_lane = np.zeros(slots, dtype=np.int64)
         self._running = 0
@@ -264,7 +266,12 @@ class TitanEngine:
         self._top_k[slots] = sampling.top_k
         self._top_p[slots] = sampling.top_p
         self._plain[slots] = sampling.temperature == 1 and sampling.top_k == 0 and sampling.top_p == 1
-        self._stops[slots] = bool(sampling.stop or sampling.stop_token_ids)
+        self._stop_strings[slots] = bool(sampling.stop)
+        missing = 1 + len(sampling.stop_token_ids) - self._stop_ids.shape[1]
+        if missing > 0:
+            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), mode="edge")
+        self._stop_ids[slots] = self._tokenizer.end_id
+        self._stop_ids[slots, 1 : 1 + len(sampling.stop_token_ids)] = sampling.stop_token_ids
         return slots
 
     def _decode(self) -> list[FinishedSample]:
@@ -314,10 +321,9 @@ class TitanEngine:
         self._position[slots] += 1
         self._count[slots] = count + 1
         self._sampled += len(slots)
-        stopped = token_ids == self._tokenizer.end_id
-        if self._stops[slots].any():
-            for i in np.flatnonzero(self._stops[slots] & ~stopped).tolist():
-                stopped[i] = self._at_stop(int(slots[i]))
+        stopped = (token_ids[:, None] == self._stop_ids[slots]).any(-1)
+        for i in np.flatnonzero(self._stop_strings[slots] & ~stopped).tolist():
+            stopped[i] = self._at_stop_string(int(slots[i]))
         ended = stopped | (count + 1 >= self._limit[slots])
         if not ended.any():
             return []
@@ -336,14 +342,10 @@ class TitanEngine:
             token_ids, logprobs = sample(logits, uniform, *(torch.from_numpy(p[slots]) for p in parameters))
         return token_ids.numpy(), logprobs.numpy()
 
-    def _at_stop(self, slot: int) -> bool:
-        """Whether the newest token is one of the sample's stop ids or completes one of its stop strings."""
+    def _at_stop_string(self, slot: int) -> bool:
+        """Whether the newest token completes one of the sample's stop strings."""
         sampling = self._sample_in(slot).request.sampling
         count = int(self._count[slot])
-        if int(self._token_ids[slot, count - 1]) in sampling.stop_token_ids:
-            return True
-        if not sampling.stop:
-            return False
         # Each token is a byte at least, special tokens apart: what a stop string can end with is in this
         # tail.
         tail = max(len(stop.encode()) for stop in sampling.stop) + 4
