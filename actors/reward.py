@@ -15,13 +15,27 @@ from meshrl.rollout import Rollout
 from meshrl.worker import Worker, endpoint
 
 
+def _function_name(function: str | RewardFunction | None) -> list[str]:
+    if function is None:
+        return ["of the task"]
+    return [function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"]
+
+
+# How the command line reads and shows a function; tyro knows no such thing.
+_FUNCTION_ARGUMENT = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="MODULE:FUNCTION",
+    instance_from_str=lambda words: words[0],
+    is_instance=lambda value: value is None or isinstance(value, str) or callable(value),
+    str_from_instance=_function_name,
+)
+
+
 @dataclass(frozen=True)
 class RewardConfig:
     """Which function grades, and what happens when it does not."""
 
-    function: Annotated[
-        str | RewardFunction | None, tyro.conf.arg(constructor=str, metavar="MODULE:FUNCTION")
-    ] = None
+    function: Annotated[str | RewardFunction | None, _FUNCTION_ARGUMENT] = None
     """`module:function` or `path/to/file.py:function`; or the function itself. None: the task's own."""
     timeout_seconds: float = 10.0
     """Longest time for a rollout, or a call of a `@batched` function; past it there is no reward."""

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
+import tyro
 from grading import DEADLINE_SECONDS, ended, rollouts
 
 from meshrl.actors.grader_process import RewardError
 from meshrl.actors.reward import Reward, RewardConfig, RewardSetup
+from meshrl.configuration import from_plain, to_plain
 from meshrl.errors import UserError
 from meshrl.parcel import parcel
 from meshrl.rewards import Grade
@@ -141,6 +143,18 @@ def test_the_grader_ends_with_its_actor(bench: Bench) -> None:
         return int(grade.reward)
 
     assert ended(bench.run(scenario()))
+
+
+def test_the_command_line_names_functions_and_python_gives_them() -> None:
+    def mine(rollout):
+        return 1.0
+
+    assert tyro.cli(RewardConfig, args=[]) == RewardConfig(function=None)
+    assert tyro.cli(RewardConfig, args=["--function", "mine.py:score"]).function == "mine.py:score"
+    assert tyro.cli(RewardConfig, args=[], default=RewardConfig(mine)).function is mine
+    for function in (None, "mine.py:score"):
+        config = RewardConfig(function)
+        assert from_plain(RewardConfig, to_plain(config)) == config
 
 
 def test_no_grader_outlives_the_session() -> None:
