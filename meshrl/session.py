@@ -29,6 +29,7 @@ from monarch.actor import this_host
 
 from meshrl.logs import LogServer, ProcessLog, connect_process
 from meshrl.mesh import Processes, Replica, RoleMesh, WorkerDied
+from meshrl.pickling import keep_file_names
 from meshrl.worker import DeadlineError, RemoteError, Worker, endpoint
 
 __all__ = [
@@ -99,6 +100,7 @@ class Session:
                 from meshrl.notebook.init import prepare_kernel
 
                 prepare_kernel()
+            keep_file_names()
             _install_fault_hook()
             self._logs = LogServer(self._log_line)
 
@@ -141,7 +143,13 @@ class Session:
         ]
 
     async def spawn(
-        self, worker: type[Worker], setup: Any = None, *, procs: int = 1, replicas: int = 1, name: str | None = None
+        self,
+        worker: type[Worker],
+        setup: Any = None,
+        *,
+        procs: int = 1,
+        replicas: int = 1,
+        name: str | None = None,
     ) -> RoleMesh:
         """Bring up `replicas` × `procs` processes with a worker on each, and call its `setup(setup)`.
 

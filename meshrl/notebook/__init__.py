@@ -1,0 +1,1 @@
+"""What makes a notebook kernel a good controller."""
