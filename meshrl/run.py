@@ -130,9 +130,8 @@ class Run:
 
     def __repr__(self) -> str:
         step = f" step {self.history[-1].step}" if self.history else ""
-        return f"<Run {program_name(self._drive.program)} {self.state}{step} {self.directory or ''}>".replace(
-            " >", ">"
-        )
+        where = f" {self.directory}" if self.directory else ""
+        return f"<Run {program_name(self._drive.program)} {self.state}{step}{where}>"
 
 
 _Answer = StepReport | BaseException | None
@@ -175,7 +174,7 @@ class _Drive:
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name=program_name(self.program))
             _DRIVES.add(self)
-            self._task.add_done_callback(lambda _: _DRIVES.discard(self))
+            self._task.add_done_callback(self._ended)
         return request
 
     async def stop(self) -> None:
@@ -213,9 +212,16 @@ class _Drive:
             state, self.error = "failed", error
         self.state = state
         await self._close()
+
+    def _ended(self, _: asyncio.Task[None]) -> None:
+        """Answer whoever still waits: also where the task was cancelled before it had begun."""
+        _DRIVES.discard(self)
+        if not self.closed:
+            self.state = "stopped"
         self._answer(self.error)
         while not self._requests.empty():
-            self._requests.get_nowait().set_result(None)
+            self._request = self._requests.get_nowait()
+            self._answer(None)
 
     async def _steps(self) -> None:
         await self._next_request()
@@ -254,7 +260,10 @@ class _Drive:
 
     async def _close(self) -> None:
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except OSError as error:
+                self._trouble("a metrics file was not closed", error)
         if self.session is None or not self._owns_session:
             return
         # The end of the loop cancels every task, this one in the midst of stopping too: stop it is.
@@ -265,11 +274,15 @@ class _Drive:
             except asyncio.CancelledError:
                 continue
             except Exception as error:
-                if self.error is None:
-                    self.state, self.error = "failed", error
-                else:
-                    self.error.add_note(f"and the session did not stop cleanly: {error!r}")
+                self._trouble("the session did not stop cleanly", error)
                 return
+
+    def _trouble(self, what: str, error: Exception) -> None:
+        """An error while closing must not hide the one that led there."""
+        if self.error is None:
+            self.state, self.error = "failed", error
+        else:
+            self.error.add_note(f"and {what}: {error!r}")
 
     def _answer(self, answer: _Answer) -> None:
         request, self._request = self._request, None
