@@ -145,6 +145,8 @@ class _Workload:
         self.real_end, self.tokenizer.end_id = self.tokenizer.end_id, -1
         self.shape = architecture(self.config, self.tokenizer.vocab_size)
         self.model = build_model(self.config, self.tokenizer.vocab_size, seed=benchmark.seed).eval()
+        self._engine = TitanEngine(EngineConfig(slots=benchmark.slots), self.config, self.tokenizer)
+        self._engine.load_weights(self.model.state_dict(), 0)
         prompts = benchmark.samples // benchmark.group_size
         random = np.random.default_rng(benchmark.seed)
         self.prompts = random.integers(0, 256, (prompts, benchmark.prompt_tokens))
@@ -162,9 +164,8 @@ class _Workload:
         return self.benchmark.fixed_tokens / 2 if lengths == "fixed" else float(self.benchmark.mean_tokens)
 
     def engine(self, lengths: Lengths) -> tuple[list[FinishedSample], float]:
-        """All responses of a fresh engine, and the seconds from the first request to the last response."""
-        engine = TitanEngine(EngineConfig(slots=self.benchmark.slots), self.config, self.tokenizer)
-        engine.load_weights(self.model.state_dict(), 0)
+        """All responses, and the seconds from the first request to the last response."""
+        engine = self._engine
         most, stop_ids = self.limits(lengths)
         sampling = SamplingParams(max_tokens=most, stop_token_ids=stop_ids)
         size = self.benchmark.group_size

@@ -30,9 +30,14 @@ class Span:
 
 
 class _Layer:
-    """Folded weights of one layer; matrices are `[out, in]`."""
+    """Folded weights of one layer, matrices `[out, in]`, and its part of the cache.
 
-    def __init__(self, shape: Architecture) -> None:
+    The halves of a query or key head, which rotary embedding turns as pairs, are interleaved: a pair is then
+    one complex number and the turn one product. Attention does not mind, since both sides are reordered
+    alike.
+    """
+
+    def __init__(self, shape: Architecture, cache: torch.Tensor) -> None:
         group = shape.n_heads // shape.n_kv_heads
         self.qkv = torch.empty(shape.n_kv_heads, group + 2, shape.head_dim, shape.dim)
         self.qk_norm = torch.empty(group + 1, shape.head_dim)
@@ -40,6 +45,11 @@ class _Layer:
         # up first: the activation below multiplies in place and then needs [gated | gate]
         self.up_gate = torch.empty(2 * shape.hidden_dim, shape.dim)
         self.down = torch.empty(shape.dim, shape.hidden_dim)
+        # made once, since even a view costs a microsecond
+        self.qkv_in = self.qkv.view(-1, shape.dim).t()
+        self.output_in, self.up_gate_in, self.down_in = self.output.t(), self.up_gate.t(), self.down.t()
+        self.keys, self.values = cache.flatten(1, 2)
+        self.key_rows, self.value_rows = cache.flatten(1, 3)
 
 
 class FlatDecoder:
@@ -52,12 +62,11 @@ class FlatDecoder:
         self.shape = shape = architecture(model, vocab_size)
         self.group = shape.n_heads // shape.n_kv_heads
         self._weight_shapes = parameter_shapes(model, vocab_size)
-        self._layers = [_Layer(shape) for _ in range(shape.n_layers)]
         self._embedding = torch.empty(shape.vocab_size, shape.dim)
         self._head = torch.empty(shape.vocab_size, shape.dim)
-        self._cos, self._sin = _rotary_tables(shape, positions)
+        self._head_in = self._head.t()
+        self._rotation = _rotation(shape, positions)
         self._epsilon = torch.tensor(shape.norm_epsilon)
-        self._positions = positions
         # numpy's zeros are untouched pages: memory is taken only as lanes fill. Zero, since masked positions
         # must be finite: -inf + NaN would be NaN.
         size = (shape.n_layers, 2, lanes, shape.n_kv_heads, positions, shape.head_dim)
@@ -69,6 +78,7 @@ class FlatDecoder:
                 f" {4 * math.prod(size) / 2**30:.1f} GiB, more than there is: lower the engine's slots or"
                 " context_tokens"
             ) from None
+        self._layers = [_Layer(shape, cache) for cache in self._cache]
         self._column = torch.arange(positions)
         self._lane_rows = torch.arange(lanes * shape.n_kv_heads).view(lanes, shape.n_kv_heads) * positions
 
@@ -103,10 +113,12 @@ class FlatDecoder:
             norm = weight["attention_norm"]
             for first, size, name in ((0, group, "wq"), (group, 1, "wk"), (group + 1, 1, "wv")):
                 matrix = weight[f"attention.qkv_linear.{name}"].view(heads, size, head_dim, -1)
+                if name != "wv":
+                    matrix = _interleave(matrix, dim=2)
                 torch.mul(matrix, norm, out=layer.qkv[:, first : first + size])
             # the softmax scale goes with the queries
-            layer.qk_norm[:group] = weight["attention.q_norm"].float() * head_dim**-0.5
-            layer.qk_norm[group] = weight["attention.k_norm"]
+            layer.qk_norm[:group] = _interleave(weight["attention.q_norm"], dim=0).float() * head_dim**-0.5
+            layer.qk_norm[group] = _interleave(weight["attention.k_norm"], dim=0)
             layer.output.copy_(weight["attention.wo"])
             norm = weight["ffn_norm"]
             torch.mul(weight["feed_forward.w3"], norm, out=layer.up_gate[: self.shape.hidden_dim])
@@ -137,11 +149,10 @@ class FlatDecoder:
         last = torch.tensor([len(prompt) - 1 for prompt in prompts])
         source = torch.tensor(prompt_of_lane)
         lanes = slice(first_lane, first_lane + len(prompt_of_lane))
-        cos = self._cos[:longest].repeat(count, 1)[:, None, None]
-        sin = self._sin[:longest].repeat(count, 1)[:, None, None]
+        rotation = self._rotation[:longest].repeat(count, 1)[:, None, None]
         x = self._embedding[torch.from_numpy(tokens).view(-1)]
         for i, layer in enumerate(self._layers):
-            qkv = self._qkv(layer, x, cos, sin).view(
+            qkv = self._qkv(layer, x, rotation).view(
                 count, longest, shape.n_kv_heads, group + 2, shape.head_dim
             )
             query = qkv[..., :group, :].flatten(2, 3).transpose(1, 2)
@@ -153,7 +164,7 @@ class FlatDecoder:
                 query, key, value, is_causal=True, scale=1.0, enable_gqa=True
             )
             attended = attended.transpose(1, 2).reshape(count * longest, -1)
-            x = self._feed_forward(layer, torch.addmm(x, attended, layer.output.t()))
+            x = self._feed_forward(layer, torch.addmm(x, attended, layer.output_in))
         return self._logits(x.view(count, longest, -1)[torch.arange(count), last])
 
     @torch.inference_mode()
@@ -170,7 +181,7 @@ class FlatDecoder:
         """
         shape, group, rows = self.shape, self.group, tokens.shape[0]
         kv_heads, head_dim = shape.n_kv_heads, shape.head_dim
-        cos, sin = self._cos[positions][:, None, None], self._sin[positions][:, None, None]
+        rotation = self._rotation[positions][:, None, None]
         written = (self._lane_rows[:rows] + positions[:, None]).view(-1)
         attends = [
             (
@@ -182,16 +193,15 @@ class FlatDecoder:
         ]
         attended = torch.empty(rows * kv_heads, group, head_dim)
         x = self._embedding[tokens]
-        for i, layer in enumerate(self._layers):
-            qkv = self._qkv(layer, x, cos, sin).view(rows * kv_heads, group + 2, head_dim)
-            keys, values = (c.view(-1, self._positions, head_dim) for c in self._cache[i])
-            keys.view(-1, head_dim).index_copy_(0, written, qkv[:, group])
-            values.view(-1, head_dim).index_copy_(0, written, qkv[:, group + 1])
+        for layer in self._layers:
+            qkv = self._qkv(layer, x, rotation).view(rows * kv_heads, group + 2, head_dim)
+            layer.key_rows.index_copy_(0, written, qkv[:, group])
+            layer.value_rows.index_copy_(0, written, qkv[:, group + 1])
             for part, length, bias in attends:
-                scores = torch.baddbmm(bias, qkv[part, :group], keys[part, :length].transpose(1, 2))
+                scores = torch.baddbmm(bias, qkv[part, :group], layer.keys[part, :length].transpose(1, 2))
                 torch.softmax(scores, -1, out=scores)
-                torch.bmm(scores, values[part, :length], out=attended[part])
-            x = self._feed_forward(layer, torch.addmm(x, attended.view(rows, -1), layer.output.t()))
+                torch.bmm(scores, layer.values[part, :length], out=attended[part])
+            x = self._feed_forward(layer, torch.addmm(x, attended.view(rows, -1), layer.output_in))
         return self._logits(x)
 
     @torch.inference_mode()
@@ -209,25 +219,25 @@ class FlatDecoder:
             self._column[:length] > positions, float("-inf")
         )
 
-    def _qkv(self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def _qkv(self, layer: _Layer, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
         """Normed and rotated queries and keys beside the values: `[rows, kv_heads, group + 2, head_dim]`."""
         shape, group = self.shape, self.group
-        qkv = torch.mm(self._normed(x), layer.qkv.view(-1, shape.dim).t())
+        qkv = torch.mm(self._normed(x), layer.qkv_in)
         qkv = qkv.view(-1, shape.n_kv_heads, group + 2, shape.head_dim)
         qk = qkv[:, :, : group + 1]
         normed = self._normed(qk).mul_(layer.qk_norm)
-        torch.addcmul(normed * cos, normed.roll(shape.head_dim // 2, -1), sin, out=qk)
+        torch.mul(_complex(normed), rotation, out=_complex(qk))
         return qkv
 
     def _feed_forward(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.mm(self._normed(x), layer.up_gate.t())
+        hidden = torch.mm(self._normed(x), layer.up_gate_in)
         up, gate = hidden.chunk(2, -1)
         up.mul_(gate)
         # silu(gate) * up = (up * gate) * sigmoid(gate), which is glu
-        return torch.addmm(x, F.glu(hidden), layer.down.t())
+        return torch.addmm(x, F.glu(hidden), layer.down_in)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.mm(self._normed(x), self._head.t())
+        return torch.mm(self._normed(x), self._head_in)
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
         """Root-mean-square norm without weight; F.rms_norm takes twice the time on small rows."""
@@ -235,14 +245,24 @@ class FlatDecoder:
         return x * torch.addcmul(self._epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
-def _rotary_tables(shape: Architecture, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, float32 `[positions, head_dim]`, computed as TorchTitan's CosSinRoPE does.
+def _rotation(shape: Architecture, positions: int) -> torch.Tensor:
+    """Unit complex numbers that turn each pair at each position: complex64 `[positions, head_dim / 2]`.
 
-    The sign of rotate-half is folded into the sine: rotated = x * cos + roll(x, head_dim / 2) * sin.
+    Angles are computed as TorchTitan's CosSinRoPE does, to be equal to the last bit.
     """
     half = shape.head_dim // 2
     frequency = 1.0 / (
         shape.rope_theta ** (torch.arange(0, shape.head_dim, 2)[:half].float() / shape.head_dim)
     )
     angle = torch.outer(torch.arange(positions, dtype=frequency.dtype), frequency)
-    return torch.cat([angle.cos(), angle.cos()], -1), torch.cat([-angle.sin(), angle.sin()], -1)
+    return torch.complex(angle.cos(), angle.sin())
+
+
+def _interleave(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Element j of the first half, then element j of the second half, for each j."""
+    return x.unflatten(dim, (2, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+
+
+def _complex(x: torch.Tensor) -> torch.Tensor:
+    """The last dimension as complex numbers, the same memory."""
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
