@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meshrl.errors import UserError
 from meshrl.metrics import Sink, StepReport
-from meshrl.run_directory import RunDirectory
+from meshrl.run_directory import RunDirectory, shown
 
 if TYPE_CHECKING:
     from meshrl.session import Session
@@ -255,6 +255,7 @@ class _Drive:
         if self.session is None:
             self.session = Session()
         self.session.directory = self.directory.path
+        self.session.note(f"run directory {shown(self.directory.path)}")
         await self.session.start()
         self._sinks = self.directory.sinks()
 

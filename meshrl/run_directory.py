@@ -84,3 +84,8 @@ def read_config(directory: str | Path, kind: type[T]) -> T:
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     return from_plain(kind, content["config"])
+
+
+def shown(path: Path) -> str:
+    """The path for a person: relative where it lies below the working directory."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,6 +1,6 @@
 """The command line: `meshrl run PROGRAM`, `meshrl doctor`.
 
-Exit codes: 0 done; 1 the run failed (or `doctor` found a problem); 2 bad input; 130 stopped by Ctrl-C or SIGTERM.
+Exit codes: 0 done; 1 the run failed, or `doctor` found a problem; 2 bad input; 130 stopped (Ctrl-C, SIGTERM).
 """
 
 from __future__ import annotations
@@ -128,8 +128,9 @@ async def _drive(program: Program, config: Any, directory: Path | None, show_tra
     """Run to the end, to an error or to a signal; everything is closed when it returns."""
     from rich.console import Console
 
-    from meshrl.programs.console import RunView, closing_line, shown
+    from meshrl.programs.console import RunView, closing_line
     from meshrl.run import launch
+    from meshrl.run_directory import shown
     from meshrl.session import Session
 
     steps = getattr(config, "steps", None)  # a config need not have it
@@ -143,8 +144,6 @@ async def _drive(program: Program, config: Any, directory: Path | None, show_tra
         try:
             async with session, run:
                 async for report in run:
-                    if report is run.history[0] and run.directory:
-                        view.note(f"run directory {shown(run.directory)}")
                     view.step(report)
         except asyncio.CancelledError:
             if not stopping:
@@ -159,7 +158,7 @@ async def _drive(program: Program, config: Any, directory: Path | None, show_tra
         return _report_bad_input(error, show_traceback)
     if error is not None:
         return _report_failure(error, run, show_traceback)
-    print(closing_line(run.history, time.monotonic() - began, directory))
+    print(closing_line(run.history, time.monotonic() - began, shown(directory)))
     return OK
 
 
@@ -218,12 +217,14 @@ def _report_bad_input(error: UserError, show_traceback: bool) -> int:
 
 def _report_failure(error: Exception, run: Run, show_traceback: bool) -> int:
     """What happened and on which rank; the traceback goes to a file, for it is long."""
-    from meshrl.programs.console import shown
+    from meshrl.run_directory import shown
 
     whole = "".join(traceback.format_exception(error))
     if show_traceback:
         print(whole, end="", file=sys.stderr)
-    print(f"failed {_where(run)}: {type(error).__name__}: {error}{_place(error)}", file=sys.stderr)
+    print(f"failed {_where(run)}: {type(error).__name__}: {error}", file=sys.stderr)
+    for note in getattr(error, "__notes__", [])[:1]:
+        print(f"  {note.splitlines()[0]}", file=sys.stderr)  # the rank; the rest is its traceback
     if run.directory and run.directory.is_dir():
         path = run.directory / "error.txt"
         path.write_text(whole, encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
@@ -74,7 +73,8 @@ class RunView:
 def step_line(report: StepReport, steps: int | None = None) -> str:
     """One step in one line; what the report does not hold is left out.
 
-    >>> step_line(StepReport(12, {"reward": 0.5, "response_tokens": 960}, {"generate": 0.03, "train": 0.09}), 400)
+    >>> report = StepReport(12, {"reward": 0.5, "response_tokens": 960}, {"generate": 0.03, "train": 0.09})
+    >>> step_line(report, 400)
     'step 12/400  reward 0.500  8.0k tok/s  0.12 s: generate 25% train 75%'
     """
     metrics, total = report.metrics, report.total_seconds
@@ -99,17 +99,12 @@ def step_line(report: StepReport, steps: int | None = None) -> str:
     return "  ".join(parts)
 
 
-def closing_line(history: list[StepReport], wall_seconds: float, directory: Path) -> str:
+def closing_line(history: list[StepReport], wall_seconds: float, directory: str) -> str:
     """`accuracy 0.34 -> 0.88  steps 400  wall 95 s  runs/grpo-…`; no accuracy where no report holds it."""
     accuracies = [r.metrics["heldout_accuracy"] for r in history if "heldout_accuracy" in r.metrics]
     parts = [f"accuracy {accuracies[0]:.2f} -> {accuracies[-1]:.2f}"] if accuracies else []
-    parts += [f"steps {history[-1].step if history else 0}", f"wall {wall_seconds:.0f} s", shown(directory)]
+    parts += [f"steps {history[-1].step if history else 0}", f"wall {wall_seconds:.0f} s", directory]
     return "  ".join(parts)
-
-
-def shown(path: Path) -> str:
-    """The path, relative where it lies below the working directory."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _split(seconds: Mapping[str, float], total: float) -> str:

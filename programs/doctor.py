@@ -104,24 +104,24 @@ def _required_packages() -> Iterator[Finding]:
 
 
 def _optional_packages() -> Iterator[Finding]:
-    for label, packages, module, use in (
-        ("SGLang", ("sglang",), "sglang", "to generate with SGLang: pip install 'meshrl[sglang]' (CUDA)"),
-        ("NIXL", ("nixl-cu12", "nixl-cu13", "nixl"), "nixl", "to try NIXL: pip install 'meshrl[nixl]'"),
+    for label, packages, modules, use in (
+        ("SGLang", ["sglang"], ["sglang"], "to generate with SGLang: pip install 'meshrl[sglang]' (CUDA)"),
+        ("NIXL", ["nixl-cu12", "nixl-cu13"], ["nixl_cu12", "nixl_cu13"], "pip install 'meshrl[nixl]'"),
         (
             "Transformers",
-            ("transformers",),
-            "transformers",
+            ["transformers"],
+            ["transformers"],
             "to load exported models: pip install transformers",
         ),
-        ("reasoning-gym", ("reasoning-gym",), "reasoning_gym", "for its tasks: pip install 'meshrl[tasks]'"),
+        ("reasoning-gym", ["reasoning-gym"], ["reasoning_gym"], "for its tasks: pip install 'meshrl[tasks]'"),
     ):
         versions = [version for package in packages if (version := _version(package))]
-        if versions and importlib.util.find_spec(module):
-            yield Finding(label, "ok", versions[0])
-        elif versions:
-            yield Finding(label, "problem", f"{versions[0]}, but no module {module!r}", "reinstall it")
-        else:
+        if not versions:
             yield Finding(label, "absent", "not installed", use)
+        elif any(importlib.util.find_spec(module) for module in modules):
+            yield Finding(label, "ok", versions[0])
+        else:
+            yield Finding(label, "problem", f"{versions[0]}, but no module {modules[0]}", "install it again")
 
 
 def _devices() -> Iterator[Finding]:
@@ -133,7 +133,7 @@ def _devices() -> Iterator[Finding]:
     if names:
         yield Finding("devices", "ok", ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names)))
     elif shutil.which("nvidia-smi"):
-        advice = f"torch {torch.__version__} sees no GPU: install its CUDA build (see constraints.txt), check nvidia-smi"
+        advice = f"torch {torch.__version__} sees no GPU: install its CUDA build, see constraints.txt"
         yield Finding("devices", "problem", "CPU", advice)
     else:
         yield Finding("devices", "ok", "CPU")
