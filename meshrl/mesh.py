@@ -1,78 +1,16 @@
-"""RoleMesh: the actors of one role, as the controller sees them. Every call has a deadline and names whom it waits for."""
+"""RoleMesh: the actors of one role, as the controller sees them. Each call has a deadline."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-
-from meshrl.worker import answer_of
-
-if TYPE_CHECKING:
-    from meshrl.logs import LogServer
+from meshrl.processes import Processes
+from meshrl.worker import Worker
 
 DEADLINE_SECONDS = 600.0
 """Longest wait of a call that names no deadline of its own."""
-
-
-class WorkerDied(RuntimeError):
-    """A process of a mesh is gone; the message names role, rank, process and its last words."""
-
-
-@dataclass
-class Processes:
-    """The processes of one replica, shared by all actors on them."""
-
-    proc_mesh: Any
-    """Monarch `ProcMesh`."""
-    role: str
-    replica: int
-    size: int
-    logs: LogServer
-    pids: list[int] = field(default_factory=list)
-    """By rank; empty until the first actor has answered."""
-    host: str = ""
-    death: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Fails with `WorkerDied` when one of the processes ends before it is told to."""
-
-    def name(self, rank: int | None = None) -> str:
-        """`generator[1]`, by replica and, where there are several, by rank."""
-        inside = ([str(self.replica)] if self.size == 1 or self.replica else []) + (
-            [str(rank)] if self.size > 1 and rank is not None else []
-        )
-        return f"{self.role}[{','.join(inside)}]" if inside else self.role
-
-    def died(self, pid: int, cause: str = "its process is gone") -> None:
-        """Fail all pending and later calls."""
-        if self.death.done():
-            return
-        rank = self.pids.index(pid) if pid in self.pids else None
-        log = self.logs.by_pid.get(pid)
-        words = "".join(f"\n  | {line}" for line in list(log.lines)[-10:]) if log else ""
-        last = f"; its last output:{words}" if words else "; it printed nothing"
-        self.death.set_exception(WorkerDied(f"{self.name(rank)} (pid {pid}) died: {cause}{last}"))
-        self.death.exception()  # looked at: no warning where nobody was waiting
-
-    async def answer(self, future: Awaitable[Any], deadline_seconds: float | None, what: str) -> Any:
-        """Await a Monarch call, or the death of a process, whichever comes first."""
-        answer = asyncio.ensure_future(answer_of(future, deadline_seconds, f"{what} on {self.name()}"))
-        try:
-            await asyncio.wait({answer, self.death}, return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                return answer.result()
-            self.death.result()
-        except SupervisionError as error:
-            # Monarch may know before we do; the process's own death says more.
-            await asyncio.wait({self.death}, timeout=1.0)
-            if self.death.done():
-                self.death.result()
-            reason = str(error).strip().splitlines()[-1].strip()
-            raise WorkerDied(f"{self.name()}, asked for {what}, is lost: {reason}") from None
-        finally:
-            answer.cancel()
 
 
 @dataclass(frozen=True)
@@ -95,10 +33,13 @@ class Replica:
     def size(self) -> int:
         return self.processes.size
 
-    async def call(self, endpoint: str, *args: Any, deadline_seconds: float | None, **kwargs: Any) -> list[Any]:
+    async def call(
+        self, endpoint: str, *args: Any, deadline_seconds: float | None, **kwargs: Any
+    ) -> list[Any]:
         """Answers of every rank, in order."""
         future = getattr(self.actors, endpoint).call(*args, **kwargs)
-        answers = await self.processes.answer(future, deadline_seconds, endpoint)
+        what = f"{endpoint} on {self.processes.names()}"
+        answers = await self.processes.answer(future, deadline_seconds, what)
         return [value for _, value in answers]
 
     async def call_rank(
@@ -107,7 +48,22 @@ class Replica:
         """Answer of one rank."""
         actor = self.actors if self.size == 1 else self.actors.slice(gpus=rank)
         future = getattr(actor, endpoint).call_one(*args, **kwargs)
-        return await self.processes.answer(future, deadline_seconds, endpoint)
+        what = f"{endpoint} on {self.processes.name(rank)}"
+        return await self.processes.answer(future, deadline_seconds, what)
+
+    async def identify(self, role: str, deadline_seconds: float | None = DEADLINE_SECONDS) -> None:
+        """Tell the workers who they are, and learn their process ids."""
+        where = await self.call(
+            "identify",
+            role,
+            self.processes.replica,
+            self.processes.replicas,
+            self.size,
+            deadline_seconds=deadline_seconds,
+        )
+        for rank, (pid, host) in enumerate(where):
+            self.processes.add(rank, pid)
+            self.processes.host = host
 
 
 @dataclass(frozen=True)
@@ -140,10 +96,14 @@ class RoleMesh:
 
         Raises:
             DeadlineError: an answer did not come in time.
-            WorkerDied: a process is gone. Besides these, what the endpoint raised, as its own type.
+            WorkerDied: a process is gone, within about a second.
+            SessionStopped: the session is. Besides these, what the endpoint raised, as its own type.
         """
         answers = await asyncio.gather(
-            *(replica.call(endpoint, *args, deadline_seconds=deadline_seconds, **kwargs) for replica in self.replicas)
+            *(
+                replica.call(endpoint, *args, deadline_seconds=deadline_seconds, **kwargs)
+                for replica in self.replicas
+            )
         )
         return [answer for part in answers for answer in part]
 
@@ -162,8 +122,16 @@ class RoleMesh:
         )
 
     async def spawn_beside(self, actor: type, name: str, *args: Any) -> RoleMesh:
-        """Another actor on the same processes (any Monarch `Actor` class, given `args`)."""
-        return RoleMesh(
-            name,
-            [Replica(r.processes, r.proc_mesh.spawn(name, actor, *args)) for r in self.replicas],
+        """Another actor on the same processes.
+
+        Args:
+            actor: any Monarch `Actor` class; a `Worker` is told its role, which is `name`, and its rank.
+            name: unlike those of the other actors on these processes.
+            args: of the class.
+        """
+        mesh = RoleMesh(
+            name, [Replica(r.processes, r.proc_mesh.spawn(name, actor, *args)) for r in self.replicas]
         )
+        if issubclass(actor, Worker):
+            await asyncio.gather(*(replica.identify(name) for replica in mesh.replicas))
+        return mesh

@@ -1,6 +1,6 @@
 """Session: starts processes, puts actors on them, notices when one dies, and leaves nothing behind.
 
-The only module that starts or ends worker processes. Today all of them are on this host; meshes on other hosts come
+Worker processes are started here only. Today all of them are on this host; meshes on other hosts come
 through the same `spawn`.
 """
 
@@ -10,8 +10,9 @@ import asyncio
 import functools
 import itertools
 import os
-import signal
+import re
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any
 
 from meshrl.errors import UserError
 
-# Read by Monarch when it starts: look after processes twice a second; two sessions on a machine never share a port.
+# Read by Monarch when it starts: look after processes twice a second; sessions never share a port.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "500ms")
 os.environ.setdefault("MONARCH_DEBUG_SERVER_PORT", "0")
 
@@ -28,9 +29,10 @@ import monarch.actor
 from monarch.actor import this_host
 
 from meshrl.logs import LogServer, ProcessLog, connect_process
-from meshrl.mesh import Processes, Replica, RoleMesh, WorkerDied
+from meshrl.mesh import Replica, RoleMesh
 from meshrl.pickling import keep_file_names
-from meshrl.worker import DeadlineError, RemoteError, Worker, endpoint
+from meshrl.processes import Processes, SessionStopped
+from meshrl.worker import DeadlineError, RemoteError, Worker, WorkerDied, endpoint
 
 __all__ = [
     "DeadlineError",
@@ -38,6 +40,7 @@ __all__ = [
     "RoleMesh",
     "Session",
     "SessionConfig",
+    "SessionStopped",
     "Worker",
     "WorkerDied",
     "endpoint",
@@ -64,11 +67,16 @@ class SessionConfig:
 class Rank:
     """Where one worker runs."""
 
+    name: str
+    """`generator[1]`."""
     role: str
     replica: int
     rank: int
     host: str
     pid: int
+
+    def __str__(self) -> str:
+        return f"{self.name} on {self.host}, process {self.pid}"
 
 
 class Session:
@@ -105,20 +113,20 @@ class Session:
             self._logs = LogServer(self._log_line)
 
     async def stop(self) -> None:
-        """End all processes in bounded time, whatever they are doing; the second time it does nothing."""
+        """End all processes in bounded time, whatever they are doing; the second time it does nothing.
+
+        Calls that still wait, and later ones, raise `SessionStopped`.
+        """
         logs, self._logs = self._logs, None
         if logs is None:
             return
         processes, self._processes, self.meshes = self._processes, [], {}
-        for each in processes:
-            each.death.cancel()
-        pids = [pid for each in processes for pid in each.pids]
         try:
-            await asyncio.gather(*(_stop_processes(each, self.config.stop_seconds) for each in processes))
+            await asyncio.gather(*(each.stop(self.config.stop_seconds) for each in processes))
         finally:
-            logs.close()  # a process that is still there, or was just starting, ends with this
-            for pid in pids:
-                _kill(pid)
+            for each in processes:
+                each.kill()
+            logs.close()  # a process that was just starting ends with this
             for file in self._log_files.values():
                 file.close()
             self._log_files.clear()
@@ -137,9 +145,9 @@ class Session:
     def describe(self) -> list[Rank]:
         """Every worker process."""
         return [
-            Rank(each.role, each.replica, rank, each.host, pid)
+            Rank(each.name(rank), each.role, each.replica, rank, each.host, pid)
             for each in self._processes
-            for rank, pid in enumerate(each.pids)
+            for rank, pid in sorted(each.by_rank.items())
         ]
 
     async def spawn(
@@ -153,69 +161,94 @@ class Session:
     ) -> RoleMesh:
         """Bring up `replicas` × `procs` processes with a worker on each, and call its `setup(setup)`.
 
-        Several spawns may run at once; start-up is dominated by imports.
+        Several spawns may run at once; start-up is dominated by imports. Where it fails or is cancelled,
+        the processes are ended and the name is free again.
 
         Args:
             setup: argument of the worker's `setup` endpoint; None: it is not called.
             procs: processes of each replica, which belong together and die together.
             replicas: failure domains.
-            name: of the role; None: the class's name in lower case.
+            name: of the role: letters, digits and underscores; None: the class's name in lower case.
 
         Raises:
-            UserError: a count below 1, or a name that is taken.
+            UserError: a count below 1, a name that is taken or malformed, a class that is no worker.
             DeadlineError, WorkerDied: the processes did not come up. Besides these, what `setup` raises.
         """
         name = name or worker.__name__.lower()
-        if self._logs is None:
-            await self.start()
-        if procs < 1 or replicas < 1:
-            raise UserError(f"{name}: {replicas} replicas of {procs} processes; at least 1 of each is needed")
-        if name in self.meshes:
-            raise UserError(f"a mesh named {name!r} is already running: give this one another name")
+        self._check(worker, setup, procs, replicas, name)
+        await self.start()
         self.meshes[name] = RoleMesh(name, [])
+        starts = [
+            asyncio.create_task(self._bring_up(worker, name, i, replicas, procs)) for i in range(replicas)
+        ]
         try:
-            parts = await asyncio.gather(*(self._bring_up(worker, name, i, procs) for i in range(replicas)))
-            mesh = self.meshes[name] = RoleMesh(name, list(parts))
+            mesh = RoleMesh(name, list(await asyncio.gather(*starts)))
             if setup is not None:
                 await mesh.call("setup", setup, deadline_seconds=self.config.setup_deadline_seconds)
         except BaseException:
-            self.meshes.pop(name, None)
+            for start in starts:
+                start.cancel()
+            await asyncio.shield(self._discard(name, starts))
             raise
+        self.meshes[name] = mesh
         return mesh
 
-    async def _bring_up(self, worker: type[Worker], name: str, replica: int, procs: int) -> Replica:
+    def _check(self, worker: type[Worker], setup: Any, procs: int, replicas: int, name: str) -> None:
+        if not issubclass(worker, Worker):
+            raise UserError(f"{worker.__name__} is not a Worker: let it inherit meshrl.worker.Worker")
+        if setup is not None and not hasattr(worker, "setup"):
+            raise UserError(f"{worker.__name__} has no endpoint `setup` to be given {setup!r}")
+        if procs < 1 or replicas < 1:
+            raise UserError(f"{name}: {replicas} replicas of {procs} processes; at least 1 of each is needed")
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
+            raise UserError(f"a mesh cannot be named {name!r}: use letters, digits and underscores")
+        if name in self.meshes:
+            raise UserError(f"a mesh named {name!r} is already running: give this one another name")
+
+    async def _bring_up(
+        self, worker: type[Worker], name: str, replica: int, replicas: int, procs: int
+    ) -> Replica:
         assert self._logs is not None
         _export_environment(self.config.threads_per_process)
         number = next(_numbers)
+        process_name = f"{name}_{replica}_{number}"
         proc_mesh = this_host().spawn_procs(
             {"gpus": procs},
-            bootstrap=functools.partial(connect_process, self._logs.address, name, replica),
-            name=f"{name}_{replica}_{number}",
+            bootstrap=functools.partial(connect_process, self._logs.address, name, replica, replicas, procs),
+            name=process_name,
         )
-        processes = Processes(proc_mesh, name, replica, procs, self._logs)
+        processes = Processes(proc_mesh, process_name, name, replica, replicas, procs, self._logs)
         self._processes.append(processes)
-        made = Replica(processes, proc_mesh.spawn(f"{name}_{number}", worker))
-        where = await made.call(
-            "identify", name, replica, procs, deadline_seconds=self.config.start_deadline_seconds
-        )
-        processes.pids[:] = [pid for pid, _ in where]
-        processes.host = where[0][1]
-        for pid in processes.pids:
-            _watch(pid, processes)
+        finding = asyncio.create_task(processes.find())
+        try:
+            made = Replica(processes, proc_mesh.spawn(f"{name}_{number}", worker))
+            await made.identify(name, self.config.start_deadline_seconds)
+        except (DeadlineError, WorkerDied, SessionStopped):
+            raise
+        except Exception as error:  # of Monarch
+            raise WorkerDied(f"{processes.names()} did not come up: {error}") from error
+        finally:
+            finding.cancel()
         return made
 
+    async def _discard(self, name: str, starts: list[asyncio.Task[Replica]]) -> None:
+        await asyncio.gather(*starts, return_exceptions=True)
+        discarded = [each for each in self._processes if each.role == name]
+        await asyncio.gather(*(each.stop(self.config.stop_seconds) for each in discarded))
+        self._processes = [each for each in self._processes if each not in discarded]
+        self.meshes.pop(name, None)
+
     def _log_line(self, log: ProcessLog, line: str) -> None:
-        tag = f"{log.role}[{log.replica}]" if not log.rank else f"{log.role}[{log.replica},{log.rank}]"
         with self._lock:
             if self.directory is not None:
-                file = self._log_files.get(tag)
+                file = self._log_files.get(log.name)
                 if file is None:
                     folder = self.directory / "logs"
                     folder.mkdir(parents=True, exist_ok=True)
                     path = folder / f"{log.role}-{log.replica}-{log.rank}.log"
-                    file = self._log_files[tag] = path.open("a", encoding="utf-8", buffering=1)
+                    file = self._log_files[log.name] = path.open("a", encoding="utf-8", buffering=1)
                 file.write(line + "\n")
-        self.on_log(f"{tag} {line}")
+        self.on_log(f"{log.name} {line}")
 
 
 def _print_line(line: str) -> None:
@@ -224,52 +257,14 @@ def _print_line(line: str) -> None:
 
 def _export_environment(threads: int) -> None:
     """What worker processes inherit: importable modules of this process, and their number of threads."""
-    path = [place for place in sys.path if place and Path(place).exists()]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path))
+    places = dict.fromkeys(place or os.getcwd() for place in sys.path)
+    # The standard library is left out: a reward may start a Python of another version.
+    own = (sysconfig.get_path("stdlib"), str(Path(sysconfig.get_path("stdlib")) / "lib-dynload"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in places if p not in own and Path(p).exists())
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
 def _install_fault_hook() -> None:
-    # Monarch's own hook ends the controller; here a dead process fails the calls that wait for it, nothing else.
+    # Monarch's own ends the controller; here a dead process fails the calls that wait for it, nothing else.
     monarch.actor.unhandled_fault_hook = lambda failure: None  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _watch(pid: int, processes: Processes) -> None:
-    """Tell `processes` as soon as the process ends (pidfd: no polling)."""
-    loop = asyncio.get_running_loop()
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        processes.died(pid)
-        return
-
-    def ended() -> None:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-        processes.died(pid)
-
-    loop.add_reader(descriptor, ended)
-
-
-async def _stop_processes(processes: Processes, seconds: float) -> None:
-    """Ask Monarch, then kill."""
-    if processes.death.done() and not processes.death.cancelled():
-        seconds = 0.1  # Monarch waits long for a mesh with a dead process
-    try:
-        await asyncio.wait_for(_stop_mesh(processes.proc_mesh), seconds)
-    except Exception:
-        pass
-    for pid in processes.pids:
-        _kill(pid)
-
-
-async def _stop_mesh(proc_mesh: Any) -> None:
-    await proc_mesh.stop("session stopped")
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import pickle
 import socket
 import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import cloudpickle
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch._src.actor.concurrent import concurrent_endpoint
 from monarch.actor import Actor, ActorError, current_rank
+
+from meshrl.logs import rank_name
 
 Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
 
@@ -25,17 +28,23 @@ class RemoteError(RuntimeError):
     """Stands for an exception of a worker that cannot travel; the message holds its type and text."""
 
 
+class WorkerDied(RuntimeError):
+    """A process is gone; the message says which one, why where that is known, and its last words."""
+
+
 class Worker(Actor):
     """Base class of role actors: several endpoints may be in progress at once, each an `async` method.
 
-    `__init__` does nothing, since an exception in it would poison the processes; a subclass does its work in an endpoint
-    `setup(self, setup)`, which `Session.spawn` calls. By then `role`, `replica`, `rank` and `world_size` are set.
+    `__init__` does nothing, since an exception in it would poison the processes; a subclass does its work in
+    an endpoint `setup(self, setup)`, which `Session.spawn` calls. By then these are set:
     """
 
     role: str
     """Name of the mesh, such as `generator`."""
     replica: int
     """Which replica of the role this process belongs to."""
+    replicas: int
+    """Replicas of the role."""
     rank: int
     """Rank within the replica."""
     world_size: int
@@ -45,9 +54,9 @@ class Worker(Actor):
         pass
 
     @concurrent_endpoint
-    async def identify(self, role: str, replica: int, world_size: int) -> tuple[int, str]:
+    async def identify(self, role: str, replica: int, replicas: int, world_size: int) -> tuple[int, str]:
         """Called by the session before `setup`. Returns the process id and the host's name."""
-        self.role, self.replica, self.world_size = role, replica, world_size
+        self.role, self.replica, self.replicas, self.world_size = role, replica, replicas, world_size
         self.rank = current_rank().rank
         return os.getpid(), socket.gethostname()
 
@@ -55,8 +64,8 @@ class Worker(Actor):
 def endpoint(method: Method) -> Method:
     """Make an `async` method callable from controller and actors.
 
-    Calls run concurrently. An exception reaches the caller as its own type, with notes that say on which rank it was
-    raised and hold the traceback from there; one that cannot be pickled arrives as `RemoteError`.
+    Calls run concurrently. An exception reaches the caller as its own type, with notes that say on which rank
+    it was raised and hold the traceback from there; one that cannot be pickled arrives as `RemoteError`.
     """
 
     @functools.wraps(method)
@@ -74,9 +83,14 @@ async def call(handle: Any, name: str, *args: Any, deadline_seconds: float | Non
         deadline_seconds: longest wait; None: for ever.
 
     Raises:
-        DeadlineError: no answer in time. Besides these, whatever the endpoint raised.
+        DeadlineError: no answer in time.
+        WorkerDied: its process is gone. Besides these, whatever the endpoint raised.
     """
-    return await answer_of(getattr(handle, name).call_one(*args, **kwargs), deadline_seconds, f"{name} of {handle}")
+    what = f"{name} of {handle}"
+    try:
+        return await answer_of(getattr(handle, name).call_one(*args, **kwargs), deadline_seconds, what)
+    except SupervisionError as error:
+        raise lost(error, what) from None
 
 
 async def answer_of(future: Awaitable[Any], deadline_seconds: float | None, what: str) -> Any:
@@ -92,7 +106,14 @@ async def answer_of(future: Awaitable[Any], deadline_seconds: float | None, what
 
 def original(error: ActorError) -> BaseException:
     """The exception that the endpoint raised."""
-    return error.exception if isinstance(error.exception, Exception) else error
+    inner = error.exception
+    return inner if isinstance(inner, Exception) else RemoteError(_headline(inner))
+
+
+def lost(error: SupervisionError, what: str) -> WorkerDied:
+    """What Monarch noticed, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return WorkerDied(f"waited for {what}: {lines[-1] if lines else 'its process is gone'}")
 
 
 async def _run(method: Callable[..., Awaitable[Any]], worker: Worker, args: Any, kwargs: Any) -> Any:
@@ -101,23 +122,39 @@ async def _run(method: Callable[..., Awaitable[Any]], worker: Worker, args: Any,
         return await method(worker, *args, **kwargs)
     except ActorError as error:  # of an actor that this one called: it has its notes already
         raise original(error) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _travelling(error, worker) from None
 
 
-def _travelling(error: Exception, worker: Worker) -> Exception:
-    if any(note.startswith("raised on ") for note in getattr(error, "__notes__", ())):
+def _travelling(error: BaseException, worker: Worker) -> Exception:
+    if isinstance(error, Exception) and any(note.startswith("raised on ") for note in notes_of(error)):
         return error
-    where = f"{getattr(worker, 'role', type(worker).__name__)}[{getattr(worker, 'rank', '?')}]"
-    if getattr(worker, "replica", 0):
-        where += f" of replica {worker.replica}"
     frames = "".join(traceback.format_exception(error)).rstrip()
-    try:
-        pickle.loads(pickle.dumps(error))
-        arrived = error
-    except Exception:
-        arrived = RemoteError(f"{type(error).__module__}.{type(error).__qualname__}: {error}")
+    arrived = error if isinstance(error, Exception) and _can_travel(error) else RemoteError(_headline(error))
     arrived.__cause__ = arrived.__context__ = None
-    arrived.add_note(f"raised on {where}, pid {os.getpid()}, host {socket.gethostname()}")
+    arrived.add_note(f"raised on {_name(worker)}, pid {os.getpid()}, host {socket.gethostname()}")
     arrived.add_note(f"remote traceback:\n{frames}")
     return arrived
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """What was added to an exception with `add_note`."""
+    return getattr(error, "__notes__", [])
+
+
+def _can_travel(error: Exception) -> bool:
+    try:
+        cloudpickle.loads(cloudpickle.dumps(error))
+    except Exception:
+        return False
+    return True
+
+
+def _headline(error: BaseException) -> str:
+    return f"{type(error).__module__}.{type(error).__qualname__}: {error}".removeprefix("builtins.")
+
+
+def _name(worker: Worker) -> str:
+    if not hasattr(worker, "role"):
+        return type(worker).__name__
+    return rank_name(worker.role, worker.replica, worker.rank, worker.replicas, worker.world_size)

@@ -1,0 +1,209 @@
+"""Processes of one replica: found, watched and ended. They stand or fall together."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import re
+import signal
+import struct
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+
+from meshrl.logs import LogServer, rank_name
+from meshrl.worker import WorkerDied, answer_of, lost
+
+Answer = TypeVar("Answer")
+
+LAST_WORDS = 10
+"""Lines of output told of a process that died."""
+
+
+class SessionStopped(RuntimeError):
+    """The session was stopped while a call waited for an answer, or before it was made."""
+
+
+@dataclass
+class Processes:
+    """The processes of one replica, shared by all actors on them."""
+
+    proc_mesh: Any
+    """Monarch `ProcMesh`."""
+    process_name: str
+    """What Monarch calls the processes, besides the rank."""
+    role: str
+    replica: int
+    replicas: int
+    """Replicas of the role."""
+    size: int
+    logs: LogServer
+    host: str = ""
+    by_rank: dict[int, int] = field(default_factory=dict)
+    """Process ids; filled while the processes start."""
+    death: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Fails with `WorkerDied` when one of the processes ends, with `SessionStopped` when they are told to."""
+    _watched: dict[int, Callable[[], None]] = field(default_factory=dict)
+    """By process id: what ends watching it."""
+    _reports: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank."""
+        return [pid for _, pid in sorted(self.by_rank.items())]
+
+    def name(self, rank: int) -> str:
+        """`generator[1]`."""
+        return rank_name(self.role, self.replica, rank, self.replicas, self.size)
+
+    def names(self) -> str:
+        """All ranks, for messages."""
+        if self.size <= 4:
+            return ", ".join(map(self.name, range(self.size)))
+        return f"{self.name(0)} … {self.name(self.size - 1)}"
+
+    async def find(self) -> None:
+        """Find the processes while they start, long before they can answer, and watch them."""
+        while len(self.by_rank) < self.size:
+            for rank, pid in _children(self.process_name).items():
+                self.add(rank, pid)
+            await asyncio.sleep(0.05)
+
+    def add(self, rank: int, pid: int) -> None:
+        """Watch a process from now on."""
+        self.by_rank[rank] = pid
+        if pid in self._watched:
+            return
+        if self.death.done():  # the others are ended already
+            _kill_group(pid)
+            return
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._ended(rank, pid, "its process is gone")
+            return
+        loop = asyncio.get_running_loop()
+
+        def stop_watching() -> None:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+
+        def ended() -> None:
+            cause = _exit_cause(descriptor)
+            self._watched.pop(pid)()
+            self._ended(rank, pid, cause)
+
+        self._watched[pid] = stop_watching
+        loop.add_reader(descriptor, ended)
+
+    async def answer(self, future: Awaitable[Answer], deadline_seconds: float | None, what: str) -> Answer:
+        """Await a Monarch call, or the death of a process, whichever comes first."""
+        answer = asyncio.ensure_future(answer_of(future, deadline_seconds, what))
+        try:
+            await asyncio.wait({answer, self.death}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                self.death.result()
+            return answer.result()
+        except SupervisionError as error:
+            # Monarch may know before we do; the process's own death says more.
+            await asyncio.wait({self.death}, timeout=1.0)
+            if self.death.done():
+                self.death.result()
+            raise lost(error, what) from None
+        finally:
+            answer.cancel()
+
+    async def stop(self, seconds: float) -> None:
+        """End the processes: ask Monarch, and kill what is left after so long."""
+        if self.death.done():
+            seconds = min(seconds, 0.1)  # Monarch waits long for a mesh with a dead process
+        else:
+            self.death.set_exception(SessionStopped(f"{self.names()}: the session was stopped"))
+            self.death.exception()  # looked at: no warning where nobody was waiting
+        try:
+            async with asyncio.timeout(seconds):
+                await self.proc_mesh.stop("session stopped")
+        except Exception:
+            pass
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill the processes and those that they started, and watch them no more."""
+        while self._watched:
+            pid, stop_watching = self._watched.popitem()
+            _kill_group(pid)
+            stop_watching()
+
+    def _ended(self, rank: int, pid: int, cause: str) -> None:
+        _kill_group(pid)  # processes that it started
+        if self.death.done():
+            return
+        report = asyncio.get_running_loop().create_task(self._report(rank, pid, cause))
+        self._reports.add(report)
+        report.add_done_callback(self._reports.discard)
+
+    async def _report(self, rank: int, pid: int, cause: str) -> None:
+        log = self.logs.by_pid.get(pid)
+        if log is not None:
+            await asyncio.to_thread(log.ended.wait, 0.3)
+        if self.death.done():
+            return
+        last = list(log.lines)[-LAST_WORDS:] if log is not None else []
+        words = (
+            "its last output:" + "".join(f"\n  | {line}" for line in last) if last else "it printed nothing"
+        )
+        self.death.set_exception(WorkerDied(f"{self.name(rank)} (pid {pid}) died: {cause}; {words}"))
+        self.death.exception()
+
+
+def _children(process_name: str) -> dict[int, int]:
+    """Rank → process id, of processes of this one that Monarch has started under such a name."""
+    pattern = re.compile(rf"\0HYPERACTOR_PROCESS_NAME={re.escape(process_name)}-(\d+) @".encode())
+    found = {}
+    for listing in Path("/proc/self/task").glob("*/children"):
+        try:
+            for pid in listing.read_text().split():
+                match = pattern.search(b"\0" + Path(f"/proc/{pid}/environ").read_bytes())
+                if match:
+                    found[int(match[1])] = int(pid)
+        except OSError:  # a thread or a child that has just ended
+            continue
+    return found
+
+
+def _exit_cause(descriptor: int) -> str:
+    """How the process of a pidfd ended, where that can still be known."""
+    try:  # not yet waited for by Monarch
+        ended = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None:
+            return _status(ended.si_status, by_signal=ended.si_code != os.CLD_EXITED)
+    except ChildProcessError:
+        pass
+    try:  # PIDFD_GET_INFO with PIDFD_INFO_EXIT, Linux 6.15
+        answer = fcntl.ioctl(descriptor, 0xC040FF0B, struct.pack("Q56x", 1 << 3))
+        if struct.unpack_from("Q", answer)[0] & 1 << 3:
+            status = struct.unpack_from("i", answer, 60)[0]
+            return _status(status & 0x7F or status >> 8, by_signal=status & 0x7F != 0)
+    except OSError:
+        pass
+    return "its process is gone"
+
+
+def _status(number: int, by_signal: bool) -> str:
+    if not by_signal:
+        return f"it exited with status {number}"
+    hint = ", as the kernel does when memory runs out" if number == signal.SIGKILL else ""
+    return f"killed by {signal.Signals(number).name}{hint}"
+
+
+def _kill_group(pid: int) -> None:
+    """Kill a worker and the processes that it started: Monarch makes each worker the leader of a group."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
