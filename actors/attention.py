@@ -32,6 +32,8 @@ class Documents:
     buckets: tuple[Bucket, ...]
     scatter: Tensor
     """int64 `[tokens]`: where each token of the row lies in the buckets' padded batches, laid end to end."""
+    document: Tensor
+    """int64 `[tokens]`: which document each token belongs to, from 0."""
     positions: Tensor
     """int64 `[1, tokens]`: position of each token within its document, for the rotary embedding."""
 
@@ -60,7 +62,7 @@ class Documents:
             scatter[gather[real]] = offset + torch.arange(gather.numel()).view_as(gather)[real]
             offset += gather.numel()
             buckets.append(Bucket(gather.to(device)))
-        return Documents(tuple(buckets), scatter.to(device), position[None].to(device))
+        return Documents(tuple(buckets), scatter.to(device), document.to(device), position[None].to(device))
 
 
 def _similar(lengths: Sequence[int]) -> list[list[int]]:

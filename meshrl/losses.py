@@ -137,7 +137,7 @@ class PolicyLoss:
         per_token = -torch.minimum(ratio * advantages, clipped * advantages)
         with torch.no_grad():
             sums = {
-                "ratio": inputs.zeros_at_masked(ratio).sum(),
+                "ratio_mean": inputs.zeros_at_masked(ratio).sum(),
                 # Only a clip that holds the gradient back counts: at the side that the advantage pushes to.
                 "clip_fraction_low": ((ratio < 1 - low) & (advantages < 0)).float().sum(),
                 "clip_fraction_high": ((ratio > 1 + high) & (advantages > 0)).float().sum(),

@@ -1,0 +1,72 @@
+"""GRPO: group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300), with DAPO's asymmetric clip
+(Yu et al. 2025, arXiv:2503.14476) and token-mean aggregation."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from meshrl.actors.learner import LearnerConfig, OptimizerConfig
+from meshrl.actors.rollouts import Rollouts
+from meshrl.advantages import group_relative
+from meshrl.losses import policy_loss
+from meshrl.metrics import StepReport, Stopwatch
+from meshrl.programs.config import ProgramConfig
+from meshrl.programs.sft import WarmUpConfig, warm_up
+from meshrl.programs.start import finish, start
+from meshrl.session import Session
+
+
+@dataclass(frozen=True)
+class GRPOConfig(ProgramConfig):
+    """GRPO on a small Qwen3: a short supervised warm-up, then reinforcement learning."""
+
+    steps: int = 400
+    """Optimizer steps."""
+    clip: tuple[float, float] = (0.2, 0.28)
+    """Ratio clip, below and above 1."""
+    learner: LearnerConfig = field(
+        default_factory=lambda: LearnerConfig(optimizer=OptimizerConfig(learning_rate=7e-4))
+    )
+    warm_up: WarmUpConfig = field(default_factory=WarmUpConfig)
+
+
+async def grpo(session: Session, config: GRPOConfig) -> AsyncIterator[StepReport]:
+    """Sample groups, score them, push each sample up or down by how it did within its group."""
+    parts = await start(session, config)
+    task, learner, generator, weights, handoff = (
+        parts.task,
+        parts.learner,
+        parts.generator,
+        parts.weights,
+        parts.handoff,
+    )
+    await warm_up(session, parts, config, config.warm_up)
+
+    async with Rollouts(generator, task, config.sampling, config.rollouts, seed=config.seed) as rollouts:
+        await weights.broadcast()
+        yield StepReport(0, await config.evaluation.run(rollouts))
+        for step in range(1, config.steps + 1):
+            time = Stopwatch()
+            batch = await rollouts.take()  # waits for: groups generated and graded
+            time.lap("generate", batch.generate_seconds).lap("reward", batch.reward_seconds).rest("wait")
+
+            batch = rollouts.drop_zero_variance(batch)
+            with handoff.tensors():  # ordinary tensor code; it runs on the learner mesh
+                rewards, groups = handoff.rewards(batch.groups)
+                advantages = group_relative(rewards, groups, epsilon=1e-4)
+            ticket = await handoff(batch.groups, advantages=advantages)
+            time.rest("handoff")
+
+            update = await learner.step(policy_loss(clip=config.clip), ticket)
+            time.rest("train")
+            metrics = batch.metrics(weights.version) | update.metrics
+            await weights.broadcast()
+            time.rest("weights")
+
+            if config.evaluation.due(step, config.steps):
+                metrics |= await config.evaluation.run(rollouts)
+            samples = await rollouts.samples(batch, config.samples_due(step))
+            await rollouts.release(batch, update.advantages, step)
+            yield StepReport(step, metrics, time.seconds, samples)
+    await finish(session, parts)

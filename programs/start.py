@@ -1,0 +1,79 @@
+"""What programs begin with: the meshes of the three roles, brought up together and connected."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from meshrl.actors.generator import Generator, GeneratorSetup
+from meshrl.actors.learner import LearnerMesh
+from meshrl.actors.models import architecture, load_tokenizer
+from meshrl.actors.reward import Reward, RewardSetup
+from meshrl.handoff.handoff import Handoff
+from meshrl.programs.config import ProgramConfig
+from meshrl.programs.tasks import check_prompts, default_reward, parse_task
+from meshrl.rollout import Task
+from meshrl.session import RoleMesh, Session
+from meshrl.weights.broadcast import WeightBroadcast
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Live meshes and the paths between them."""
+
+    task: Task
+    learner: LearnerMesh
+    generator: RoleMesh
+    reward: RoleMesh
+    weights: WeightBroadcast
+    """Learner → generators."""
+    handoff: Handoff
+    """Generator docks → learner docks."""
+
+
+async def start(session: Session, config: ProgramConfig) -> Parts:
+    """Spawn learner, generator and reward meshes at once, then connect them."""
+    task = parse_task(config.task, data=config.data, seed=config.seed)
+    tokenizer = load_tokenizer(task.tokenizer)
+    context = architecture(config.model, tokenizer.vocab_size).max_tokens
+    check_prompts(task, tokenizer.encode, context, config.sampling.max_tokens)
+    rollouts = session.directory / "rollouts" if session.directory else None
+    learner, generator, reward = await asyncio.gather(
+        LearnerMesh.spawn(
+            session,
+            config.learner,
+            config.model,
+            task,
+            procs=config.meshes.learner,
+            seed=config.seed,
+            temperature=config.sampling.temperature,
+        ),
+        session.spawn(
+            Generator,
+            GeneratorSetup(config.generator, config.model, task, rollouts),
+            replicas=config.meshes.generator,
+        ),
+        session.spawn(
+            Reward, RewardSetup(config.reward, default_reward(task)), replicas=config.meshes.reward
+        ),
+    )
+    await generator.call("connect_reward", reward.handles, deadline_seconds=60)
+    weights, handoff = await asyncio.gather(
+        WeightBroadcast.connect(source=learner.mesh, target=generator),
+        Handoff.connect(
+            source=generator,
+            target=learner.mesh,
+            tensor_parallel=config.learner.tensor_parallel,
+            microbatch_tokens=config.learner.microbatch_tokens,
+        ),
+    )
+    for row in session.describe():
+        session.note(f"{row}")
+    session.note(f"task {config.task}, tokenizer {task.tokenizer} ({tokenizer.vocab_size} tokens)")
+    return Parts(task, learner, generator, reward, weights, handoff)
+
+
+async def finish(session: Session, parts: Parts) -> None:
+    """Write the policy as a Hugging Face checkpoint to `final/` in the run directory."""
+    if session.directory is not None:
+        await parts.learner.export(session.directory / "final")

@@ -1,0 +1,149 @@
+"""The program itself, on real meshes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as parquet
+import pytest
+
+from meshrl.actors.reward import RewardConfig
+from meshrl.actors.rollouts import RolloutsConfig
+from meshrl.metrics import StepReport
+from meshrl.programs.config import EvaluationConfig, MeshSizes
+from meshrl.programs.grpo import GRPOConfig, grpo
+from meshrl.programs.sft import SFTConfig, WarmUpConfig, sft
+from meshrl.run import launch
+
+SHORT = GRPOConfig(
+    steps=4,
+    rollouts=RolloutsConfig(prompts_per_step=8, group_size=4, deadline_seconds=120),
+    warm_up=WarmUpConfig(steps=60, check_every=60, cache=False),
+    evaluation=EvaluationConfig(every=0, prompts=32),
+    samples_every=2,
+)
+
+
+def run(config: GRPOConfig, directory: Path, program=grpo) -> list[StepReport]:
+    async def drive() -> list[StepReport]:
+        return [report async for report in launch(program, config, directory=directory)]
+
+    return asyncio.run(asyncio.wait_for(drive(), 300))
+
+
+@pytest.fixture(scope="module")
+def synchronous(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[StepReport], Path]:
+    directory = tmp_path_factory.mktemp("synchronous") / "run"
+    return run(SHORT, directory), directory
+
+
+def test_sampler_and_learner_agree_on_policy(synchronous: tuple[list[StepReport], Path]) -> None:
+    for report in synchronous[0][1:]:
+        if report.metrics.get("skipped"):
+            continue
+        assert report.metrics["logprob_difference_max"] <= 1e-5
+        assert report.metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+        assert report.metrics["clip_fraction_low"] == report.metrics["clip_fraction_high"] == 0
+        assert report.metrics["staleness_max"] == 0
+
+
+def test_same_seed_same_metrics(synchronous: tuple[list[StepReport], Path], tmp_path: Path) -> None:
+    again = run(SHORT, tmp_path / "again")
+    assert [dict(report.metrics) for report in again] == [dict(report.metrics) for report in synchronous[0]]
+
+
+def test_run_directory_holds_config_metrics_and_every_rollout(
+    synchronous: tuple[list[StepReport], Path],
+) -> None:
+    reports, directory = synchronous
+    assert json.loads((directory / "config.json").read_text())
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] == [report.step for report in reports]
+    assert list((directory / "tensorboard").iterdir())
+    table = parquet.read_table(directory / "rollouts").to_pylist()
+    assert len(table) == 4 * 8 * 4
+    trained = sum(int(report.metrics["groups_trained"]) for report in reports[1:]) * 4
+    assert sum(row["advantage"] is not None for row in table) == trained
+    for row in table:
+        assert len(row["token_ids"]) == len(row["sampler_logprobs"]) == len(row["weight_versions"])
+        assert row["reward"] == float(
+            row["stop_reason"] == "stop" and row["response"].removesuffix("$") == row["answer"]
+        )
+    assert len({row["seed"] for row in table}) == len(table)
+
+
+def test_final_checkpoint_loads_in_transformers(synchronous: tuple[list[StepReport], Path]) -> None:
+    transformers = pytest.importorskip("transformers")
+    final = synchronous[1] / "final"
+    model = transformers.AutoModelForCausalLM.from_pretrained(final)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(final)
+    ids = tokenizer("47+85=", return_tensors="pt").input_ids
+    assert model(ids).logits.shape == (1, 6, 16)
+
+
+def test_samples_are_readable(synchronous: tuple[list[StepReport], Path]) -> None:
+    shown = [report for report in synchronous[0] if report.samples]
+    assert [report.step for report in shown] == [2, 4]
+    assert all("=" in line and "reward" in line for line in shown[0].samples)
+
+
+def test_two_generators_and_two_learners_one_step_ahead(tmp_path: Path) -> None:
+    config = replace(
+        SHORT,
+        meshes=MeshSizes(generator=2, learner=2, reward=1),
+        rollouts=replace(SHORT.rollouts, max_staleness=1),
+    )
+    reports = run(config, tmp_path / "run")
+    assert len(reports) == 5
+    assert max(report.metrics["staleness_max"] for report in reports[1:]) == 1
+    assert len(list((tmp_path / "run" / "rollouts").glob("generator-1-*"))) == 1
+
+
+def test_reward_that_fails_on_some_is_counted_and_never_zero(tmp_path: Path) -> None:
+    def moody(rollout) -> float | None:
+        if rollout.id % 16 == 0:
+            raise ValueError("no opinion")
+        return None if rollout.id % 16 == 5 else float(rollout.id % 2)
+
+    reports = run(
+        replace(SHORT, steps=2, warm_up=WarmUpConfig(steps=0), reward=RewardConfig(function=moody)),
+        tmp_path / "run",
+    )
+    assert sum(report.metrics.get("dropped_reward_failed", 0) for report in reports[1:]) > 0
+    for row in parquet.read_table(tmp_path / "run" / "rollouts").to_pylist():
+        if row["reward"] is None:
+            assert row["reward_error"] and row["advantage"] is None
+
+
+def test_nothing_to_learn_from_is_a_counted_skip(tmp_path: Path) -> None:
+    def indifferent(rollout) -> float:
+        return 0.5
+
+    reports = run(
+        replace(SHORT, steps=2, warm_up=WarmUpConfig(steps=0), reward=RewardConfig(function=indifferent)),
+        tmp_path / "run",
+    )
+    for report in reports[1:]:
+        assert report.metrics["dropped_zero_variance"] == 8
+        assert report.metrics["skipped"] == 1
+
+
+def test_warm_up_is_cached_by_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = replace(SHORT, steps=2, warm_up=replace(SHORT.warm_up, steps=20, cache=True))
+    first = run(config, tmp_path / "first")
+    second = run(config, tmp_path / "second")
+    assert len(list((tmp_path / "cache" / "meshrl").iterdir())) == 1
+    assert [dict(report.metrics) for report in first] == [dict(report.metrics) for report in second]
+
+
+def test_supervised_program_lowers_the_loss(tmp_path: Path) -> None:
+    config = SFTConfig(
+        evaluation=EvaluationConfig(every=0, prompts=16),
+        train=WarmUpConfig(steps=30, check_every=0, cache=False, until_accuracy=2.0),
+    )
+    reports = run(config, tmp_path / "run", program=sft)  # pyright: ignore[reportArgumentType]
+    assert reports[-1].metrics["loss"] < 0.8 * reports[0].metrics["loss"]
