@@ -1,18 +1,10 @@
-"""The sockets between worker processes and their controller: output comes up one, life hangs on the other.
-
-A worker's stdout and stderr become the first socket, so that whatever it prints, from native code too,
-arrives at the controller once, line by line. Nothing is ever sent on the second. When the controller ends,
-by whatever signal, it closes, and the kernel then kills the worker with all the processes that it started.
-"""
+"""The controller's end of the sockets that worker processes connect to; see `worker_process` for theirs."""
 
 from __future__ import annotations
 
-import faulthandler
-import fcntl
 import os
 import secrets
 import selectors
-import signal
 import socket
 import struct
 import sys
@@ -24,6 +16,9 @@ from dataclasses import dataclass, field
 
 KEPT_LINES = 50
 """Last lines kept of each process, to be told when it dies."""
+
+MONARCH_NOTICE = "(bootstrap) PDEATHSIG disabled via config"
+"""Never shown."""
 
 LONGEST_LINE = 1 << 16
 """Bytes after which a line without an end is passed on as it is."""
@@ -38,6 +33,8 @@ class ProcessLog:
     role: str
     replica: int
     rank: int
+    on_start: Callable[[int], object]
+    """Told the process id when the process has connected; called on the server's thread."""
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     ended: threading.Event = field(default_factory=threading.Event)
     """Nothing more will come."""
@@ -49,9 +46,9 @@ class LogServer:
     def __init__(self, on_line: Callable[[ProcessLog, str], None]) -> None:
         self._on_line = on_line
         # An abstract name: no file is left behind. Other users can see it: `_accept` refuses them.
-        self.address = f"\0meshrl-{secrets.token_hex(16)}"
+        self.address = f"meshrl-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.address)
+        self._listener.bind(f"\0{self.address}")
         self._listener.listen(1024)
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -59,9 +56,15 @@ class LogServer:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._logs: dict[socket.socket, ProcessLog | None] = {}
         self._partial: dict[socket.socket, bytes] = {}
-        self.by_pid: dict[int, ProcessLog] = {}
+        self._expected: dict[str, ProcessLog] = {}
         self._thread = threading.Thread(target=self._serve, name="worker-logs", daemon=True)
         self._thread.start()
+
+    def expect(self, log: ProcessLog) -> str:
+        """A token, with which a process shows that its output belongs to `log`."""
+        token = secrets.token_hex(8)
+        self._expected[token] = log
+        return token
 
     def close(self, seconds: float = 0.5) -> None:
         """Read what ended workers left, for so long at most, and stop. It kills workers that still live."""
@@ -119,8 +122,11 @@ class LogServer:
     def _line(self, worker: socket.socket, line: str) -> None:
         log = self._logs[worker]
         if log is None:
-            name, role, replica, rank, pid = line.split(" ")
-            self._logs[worker] = self.by_pid[int(pid)] = ProcessLog(name, role, int(replica), int(rank))
+            token, pid = line.split(" ")
+            log = self._logs[worker] = self._expected.pop(token)
+            log.on_start(int(pid))
+            return
+        if line == MONARCH_NOTICE:
             return
         log.lines.append(line)
         try:
@@ -129,52 +135,8 @@ class LogServer:
             print(f"a line of {log.name} could not be shown: {error!r}", file=sys.stderr)
 
 
-def connect_process(address: str, role: str, replica: int, replicas: int, procs: int) -> None:
-    """Run in a new worker process: send its output up, and bind its life to the controller's."""
-    from monarch.actor import current_rank
-
-    rank = current_rank().rank
-    _end_with_controller(address)
-    output = _connect(address)
-    hello = (rank_name(role, replica, rank, replicas, procs), role, replica, rank, os.getpid())
-    output.sendall((" ".join(map(str, hello)) + "\n").encode())
-    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
-        stream.flush()
-        os.dup2(output.fileno(), number)
-    output.close()
-    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    faulthandler.enable(2)  # a crash in native code tells where
-
-
 def rank_name(role: str, replica: int, rank: int, replicas: int, procs: int) -> str:
     """How a worker is called: `generator[1]`, by replica or rank, or both where there are several of both."""
     if procs == 1:
         return f"{role}[{replica}]"
     return f"{role}[{rank}]" if replicas == 1 else f"{role}[{replica},{rank}]"
-
-
-def _connect(address: str) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.connect(address)
-    except OSError:  # the controller is gone, or has stopped its session
-        os._exit(1)
-    return connection
-
-
-def _end_with_controller(address: str) -> None:
-    if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)
-    life = _connect(address)
-    # The kernel signals the whole group when the other end closes. No thread of ours has to run for it: this
-    # works while native code holds the interpreter's lock. Output would cause signals too: none is sent here.
-    fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)
-    # It may have closed just before, and sandboxes may not know such signals.
-    threading.Thread(target=_wait_for_end, args=(life,), name="controller-watch", daemon=True).start()
-
-
-def _wait_for_end(life: socket.socket) -> None:
-    life.recv(1)
-    os.killpg(os.getpgrp(), signal.SIGKILL)

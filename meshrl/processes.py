@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import re
 import signal
 import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
-from meshrl.logs import LogServer, rank_name
+from meshrl.logs import ProcessLog, rank_name
 from meshrl.worker import WorkerDied, answer_of, lost
 
 Answer = TypeVar("Answer")
@@ -32,24 +30,37 @@ class SessionStopped(RuntimeError):
 class Processes:
     """The processes of one replica, shared by all actors on them."""
 
-    proc_mesh: Any
-    """Monarch `ProcMesh`."""
-    process_name: str
-    """What Monarch calls the processes, besides the rank."""
     role: str
     replica: int
     replicas: int
     """Replicas of the role."""
     size: int
-    logs: LogServer
+    proc_mesh: Any = None
+    """Monarch `ProcMesh`; None: not yet asked for."""
     host: str = ""
     by_rank: dict[int, int] = field(default_factory=dict)
     """Process ids; filled while the processes start."""
-    death: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    logs: list[ProcessLog] = field(init=False)
+    """By rank."""
+    death: asyncio.Future[None] = field(init=False)
     """Fails with `WorkerDied` when one of the processes ends, with `SessionStopped` when they are told to."""
     _watched: dict[int, Callable[[], None]] = field(default_factory=dict)
     """By process id: what ends watching it."""
     _reports: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.death = loop.create_future()
+        self.logs = [
+            ProcessLog(
+                self.name(rank),
+                self.role,
+                self.replica,
+                rank,
+                on_start=lambda pid, rank=rank: loop.call_soon_threadsafe(self.add, rank, pid),
+            )
+            for rank in range(self.size)
+        ]
 
     @property
     def pids(self) -> list[int]:
@@ -65,13 +76,6 @@ class Processes:
         if self.size <= 4:
             return ", ".join(map(self.name, range(self.size)))
         return f"{self.name(0)} … {self.name(self.size - 1)}"
-
-    async def find(self) -> None:
-        """Find the processes while they start, long before they can answer, and watch them."""
-        while len(self.by_rank) < self.size:
-            for rank, pid in _children(self.process_name).items():
-                self.add(rank, pid)
-            await asyncio.sleep(0.05)
 
     def add(self, rank: int, pid: int) -> None:
         """Watch a process from now on."""
@@ -148,32 +152,16 @@ class Processes:
         report.add_done_callback(self._reports.discard)
 
     async def _report(self, rank: int, pid: int, cause: str) -> None:
-        log = self.logs.by_pid.get(pid)
-        if log is not None:
-            await asyncio.to_thread(log.ended.wait, 0.3)
+        log = self.logs[rank]
+        await asyncio.to_thread(log.ended.wait, 0.3)
         if self.death.done():
             return
-        last = list(log.lines)[-LAST_WORDS:] if log is not None else []
+        last = list(log.lines)[-LAST_WORDS:]
         words = (
             "its last output:" + "".join(f"\n  | {line}" for line in last) if last else "it printed nothing"
         )
         self.death.set_exception(WorkerDied(f"{self.name(rank)} (pid {pid}) died: {cause}; {words}"))
         self.death.exception()
-
-
-def _children(process_name: str) -> dict[int, int]:
-    """Rank → process id, of processes of this one that Monarch has started under such a name."""
-    pattern = re.compile(rf"\0HYPERACTOR_PROCESS_NAME={re.escape(process_name)}-(\d+) @".encode())
-    found = {}
-    for listing in Path("/proc/self/task").glob("*/children"):
-        try:
-            for pid in listing.read_text().split():
-                match = pattern.search(b"\0" + Path(f"/proc/{pid}/environ").read_bytes())
-                if match:
-                    found[int(match[1])] = int(pid)
-        except OSError:  # a thread or a child that has just ended
-            continue
-    return found
 
 
 def _exit_cause(descriptor: int) -> str:

@@ -7,7 +7,6 @@ through the same `spawn`.
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import os
 import re
@@ -26,9 +25,10 @@ os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "500ms")
 os.environ.setdefault("MONARCH_DEBUG_SERVER_PORT", "0")
 
 import monarch.actor
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import this_host
 
-from meshrl.logs import LogServer, ProcessLog, connect_process
+from meshrl.logs import LogServer, ProcessLog
 from meshrl.mesh import Replica, RoleMesh
 from meshrl.pickling import keep_file_names
 from meshrl.processes import Processes, SessionStopped
@@ -209,27 +209,43 @@ class Session:
         self, worker: type[Worker], name: str, replica: int, replicas: int, procs: int
     ) -> Replica:
         assert self._logs is not None
-        _export_environment(self.config.threads_per_process)
-        number = next(_numbers)
-        process_name = f"{name}_{replica}_{number}"
-        proc_mesh = this_host().spawn_procs(
-            {"gpus": procs},
-            bootstrap=functools.partial(connect_process, self._logs.address, name, replica, replicas, procs),
-            name=process_name,
-        )
-        processes = Processes(proc_mesh, process_name, name, replica, replicas, procs, self._logs)
+        processes = Processes(name, replica, replicas, procs)
         self._processes.append(processes)
-        finding = asyncio.create_task(processes.find())
+        logs, environment = self._logs, self._environment()
+
+        def command(point: Any) -> Any:
+            log = processes.logs[point.rank]
+            arguments = ["-m", "meshrl.worker_process", logs.address, logs.expect(log), log.name]
+            return BootstrapCommand(sys.executable, None, arguments, environment)
+
+        number = next(_numbers)
         try:
-            made = Replica(processes, proc_mesh.spawn(f"{name}_{number}", worker))
+            processes.proc_mesh = this_host().spawn_procs(
+                {"gpus": procs}, name=f"{name}_{replica}_{number}", bootstrap_command=command
+            )
+            made = Replica(processes, processes.proc_mesh.spawn(f"{name}_{number}", worker))
             await made.identify(name, self.config.start_deadline_seconds)
         except (DeadlineError, WorkerDied, SessionStopped):
             raise
-        except Exception as error:  # of Monarch
+        except Exception as error:  # of Monarch, of which our own watching tells more
+            await asyncio.wait({processes.death}, timeout=1.0)
+            if processes.death.done():
+                processes.death.result()
             raise WorkerDied(f"{processes.names()} did not come up: {error}") from error
-        finally:
-            finding.cancel()
         return made
+
+    def _environment(self) -> dict[str, str]:
+        """What worker processes get besides what they inherit."""
+        places = dict.fromkeys(place or os.getcwd() for place in sys.path)
+        # The standard library is left out: a reward may start a Python of another version.
+        own = (sysconfig.get_path("stdlib"), str(Path(sysconfig.get_path("stdlib")) / "lib-dynload"))
+        path = os.pathsep.join(place for place in places if place not in own and Path(place).exists())
+        threads = self.config.threads_per_process
+        return {
+            "PYTHONPATH": path,
+            # What `worker_process` does instead ends the worker's children too.
+            "HYPERACTOR_MESH_BOOTSTRAP_ENABLE_PDEATHSIG": "false",
+        } | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
 
     async def _discard(self, name: str, starts: list[asyncio.Task[Replica]]) -> None:
         await asyncio.gather(*starts, return_exceptions=True)
@@ -253,16 +269,6 @@ class Session:
 
 def _print_line(line: str) -> None:
     print(line, flush=True)
-
-
-def _export_environment(threads: int) -> None:
-    """What worker processes inherit: importable modules of this process, and their number of threads."""
-    places = dict.fromkeys(place or os.getcwd() for place in sys.path)
-    # The standard library is left out: a reward may start a Python of another version.
-    own = (sysconfig.get_path("stdlib"), str(Path(sysconfig.get_path("stdlib")) / "lib-dynload"))
-    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in places if p not in own and Path(p).exists())
-    if threads:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
 def _install_fault_hook() -> None:

@@ -1,0 +1,57 @@
+"""A controller to be ended: `python teardown_controller.py END`. Prints a line when its workers are in trouble."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import subprocess
+import sys
+import time
+
+from meshrl.session import Session, Worker, endpoint
+
+
+class Troubled(Worker):
+    """Starts a process of its own, then does what its replica's number says."""
+
+    @endpoint
+    async def setup(self, _: str) -> None:
+        self.child = subprocess.Popen(["sleep", "1000"])
+
+    @endpoint
+    async def trouble(self) -> None:
+        print("in trouble", flush=True)
+        if self.replica == 0:
+            await asyncio.sleep(1000)
+        elif self.replica == 1:
+            time.sleep(1000)  # blocks the worker's event loop
+        else:
+            ctypes.PyDLL(None).sleep(1000)  # holds the interpreter's lock: no thread of the worker runs
+
+
+async def main(end: str) -> None:
+    session = Session()
+    try:
+        await session.start()
+        if end == "starting":
+            print("starting", flush=True)
+        mesh = await session.spawn(Troubled, "now", replicas=3)
+        waiting = asyncio.create_task(mesh.call("trouble"))
+        in_trouble = asyncio.Semaphore(0)
+        loop = asyncio.get_running_loop()
+        session.on_log = lambda line: loop.call_soon_threadsafe(in_trouble.release)
+        for _ in range(3):
+            await in_trouble.acquire()
+        print("ready", flush=True)
+        if end == "exception":
+            raise RuntimeError("the program failed")
+        if end == "signal":
+            await waiting
+        # "forgotten": ends without stopping the session
+    finally:
+        if end != "forgotten":
+            await session.stop()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
