@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshrl.processes import Processes
-from meshrl.worker import Worker
+from meshrl.worker import Worker, find
 
 DEADLINE_SECONDS = 600.0
 """Longest wait of a call that names no deadline of its own."""
@@ -37,7 +37,7 @@ class Replica:
         self, endpoint: str, *args: Any, deadline_seconds: float | None, **kwargs: Any
     ) -> list[Any]:
         """Answers of every rank, in order."""
-        future = getattr(self.actors, endpoint).call(*args, **kwargs)
+        future = find(self.actors, endpoint).call(*args, **kwargs)
         what = f"{endpoint} on {self.processes.names()}"
         answers = await self.processes.answer(future, deadline_seconds, what)
         return [value for _, value in answers]
@@ -47,7 +47,7 @@ class Replica:
     ) -> Any:
         """Answer of one rank."""
         actor = self.actors if self.size == 1 else self.actors.slice(gpus=rank)
-        future = getattr(actor, endpoint).call_one(*args, **kwargs)
+        future = find(actor, endpoint).call_one(*args, **kwargs)
         what = f"{endpoint} on {self.processes.name(rank)}"
         return await self.processes.answer(future, deadline_seconds, what)
 

@@ -86,11 +86,24 @@ async def call(handle: Any, name: str, *args: Any, deadline_seconds: float | Non
         DeadlineError: no answer in time.
         WorkerDied: its process is gone. Besides these, whatever the endpoint raised.
     """
-    what = f"{name} of {handle}"
+    what = f"{name} of {class_name(handle)}"
     try:
-        return await answer_of(getattr(handle, name).call_one(*args, **kwargs), deadline_seconds, what)
+        return await answer_of(find(handle, name).call_one(*args, **kwargs), deadline_seconds, what)
     except SupervisionError as error:
         raise lost(error, what) from None
+
+
+def find(handle: Any, name: str) -> Any:
+    """The Monarch endpoint of that name. Raises `AttributeError` where the actor's class has none."""
+    try:
+        return getattr(handle, name)
+    except AttributeError:
+        raise AttributeError(f"{class_name(handle)} has no endpoint named {name!r}") from None
+
+
+def class_name(handle: Any) -> str:
+    """Name of the class of an actor mesh."""
+    return handle._class.__name__
 
 
 async def answer_of(future: Awaitable[Any], deadline_seconds: float | None, what: str) -> Any:

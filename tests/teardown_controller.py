@@ -1,4 +1,4 @@
-"""A controller to be ended: `python teardown_controller.py END`. Prints a line when its workers are in trouble."""
+"""A controller to be ended: `python teardown_controller.py END`. Says `ready` when its workers are busy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ async def main(end: str) -> None:
         waiting = asyncio.create_task(mesh.call("trouble"))
         in_trouble = asyncio.Semaphore(0)
         loop = asyncio.get_running_loop()
-        session.on_log = lambda line: loop.call_soon_threadsafe(in_trouble.release)
+
+        def heard(_: str) -> None:
+            loop.call_soon_threadsafe(in_trouble.release)
+
+        session.on_log = heard
         for _ in range(3):
             await in_trouble.acquire()
         print("ready", flush=True)
