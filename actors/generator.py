@@ -26,6 +26,7 @@ from meshrl.actors.recorder import RolloutRecord, RolloutRecorder
 from meshrl.errors import UserError
 from meshrl.handoff.dock import dock
 from meshrl.parcel import parcel
+from meshrl.rewards import Grade
 from meshrl.rollout import GroupRequest, Prompt, Rollout, RolloutGroup, RolloutHandle, Task
 from meshrl.weights.broadcast import ReceivesWeights
 from meshrl.worker import Worker, call, endpoint
@@ -37,7 +38,7 @@ class GeneratorConfig:
 
     engine: Literal["titan"] = "titan"
     """`titan`: the learner's own model with a key/value cache, in this process."""
-    titan: EngineConfig = field(default_factory=EngineConfig)
+    titan: EngineConfig = field(default_factory=lambda: EngineConfig(slots=256))
     reward_deadline_seconds: float = 600.0
     """Longest wait for the reward actor's answer to one call, over all its rollouts."""
 
@@ -247,7 +248,8 @@ class Generator(ReceivesWeights, Worker):
     async def _grade(self, groups: Sequence[_Group]) -> None:
         """Dock the groups' columns, have them graded, announce them."""
         try:
-            rollouts = [rollout for group in groups for rollout in self._dock(group)]
+            docked = [self._dock(group) for group in groups]
+            rollouts = [rollout for part in docked for rollout in part]
             assert self._rewards is not None
             started = time.perf_counter()
             self._grading += 1
@@ -263,9 +265,9 @@ class Generator(ReceivesWeights, Worker):
                 if self._engine.idle and not self._grading:
                     self._reward_seconds += time.perf_counter() - started
             answers = iter(grades)
-            for group in groups:
+            for group, part in zip(groups, docked, strict=True):
                 self._finished_number += 1
-                handles = self._handles(group, [next(answers) for _ in group.samples])
+                handles = self._handles(group, part, [next(answers) for _ in part])
                 self._finished.append((self._finished_number, handles))
             self._news.set()
         except Exception as error:
@@ -292,20 +294,17 @@ class Generator(ReceivesWeights, Worker):
             rollouts.append(Rollout(rollout_id, group.prompt, text, tuple(ids), sample.stop_reason))
         return rollouts
 
-    def _handles(self, group: _Group, grades: Sequence[Any]) -> RolloutGroup:
+    def _handles(self, group: _Group, rollouts: Sequence[Rollout], grades: Sequence[Grade]) -> RolloutGroup:
         request, handles = group.request, []
-        for rollout_id, seed, sample, grade in zip(
-            request.rollout_ids, request.seeds, group.samples, grades, strict=True
-        ):
+        for rollout, seed, sample, grade in zip(rollouts, request.seeds, group.samples, grades, strict=True):
             assert sample is not None
-            ids = sample.token_ids.tolist()
             versions = sample.versions.tolist()
             handle = RolloutHandle(
-                id=rollout_id,
+                id=rollout.id,
                 group_id=request.group_id,
                 replica=self.replica,
                 prompt_tokens=len(group.prompt_ids),
-                response_tokens=len(ids),
+                response_tokens=len(versions),
                 oldest_version=min(versions),
                 newest_version=max(versions),
                 stop_reason=sample.stop_reason,
@@ -314,11 +313,11 @@ class Generator(ReceivesWeights, Worker):
                 reward_error=grade.error,
             )
             handles.append(handle)
-            self._records[rollout_id] = RolloutRecord(
+            self._records[rollout.id] = RolloutRecord(
                 handle=handle,
                 prompt=group.prompt,
-                response=self._tokenizer.decode(ids),
-                token_ids=ids,
+                response=rollout.response,
+                token_ids=list(rollout.response_token_ids),
                 sampler_logprobs=sample.logprobs.tolist(),
                 versions=versions,
             )

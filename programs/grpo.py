@@ -52,9 +52,10 @@ async def grpo(session: Session, config: GRPOConfig) -> AsyncIterator[StepReport
             time.lap("generate", batch.generate_seconds).lap("reward", batch.reward_seconds).rest("wait")
 
             batch = rollouts.drop_zero_variance(batch)
-            with handoff.tensors():  # ordinary tensor code; it runs on the learner mesh
-                rewards, groups = handoff.rewards(batch.groups)
-                advantages = group_relative(rewards, groups, epsilon=1e-4)
+            rewards, groups = handoff.rewards(batch.groups)
+            advantages = handoff.on_mesh(group_relative)(
+                rewards, groups
+            )  # tensor code, run on the learner mesh
             ticket = await handoff(batch.groups, advantages=advantages)
             time.rest("handoff")
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from monarch.actor import ActorError
+from monarch import remote
+from monarch.actor import ActorError, as_endpoint
 from monarch.common.tensor import Tensor as EngineTensor
 from torch import Tensor
 
@@ -148,6 +149,25 @@ class Handoff:
         with self._mesh.activate():
             yield
 
+    def on_mesh(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`function`, to be called with tensors of the learner mesh, as one operation there.
+
+        Its code is ordinary tensor code, from a module or a cell, and may read values. Called within `tensors`, the same
+        function gives the same tensor, at a message for each of its operations.
+
+        >>> advantages = handoff.on_mesh(group_relative)(rewards, groups)               # doctest: +SKIP
+
+        Returns:
+            a function with the same arguments, whose result has shape and dtype of the first one.
+        """
+        operation = remote(function, propagate=lambda first, *_, **__: torch.empty_like(first))
+
+        def call(*arguments: Any, **settings: Any) -> Tensor:
+            with self.tensors():
+                return operation(*arguments, **settings)
+
+        return call
+
     def rewards(self, groups: Sequence[RolloutGroup]) -> tuple[Tensor, Tensor]:
         """Scores on the learner mesh: rewards float32 `[rollouts]`, and groups int64 `[rollouts]`, which
         number the group of each rollout from 0 in the order given.
@@ -165,8 +185,7 @@ class Handoff:
                     )
                 values.append(rollout.reward)
                 numbers.append(number)
-        with self.tensors():
-            return torch.tensor(values, dtype=torch.float32), torch.tensor(numbers, dtype=torch.int64)
+        return self._scores(values, numbers)
 
     async def __call__(
         self, groups: Sequence[RolloutGroup], *, advantages: Tensor | Sequence[float]
@@ -199,8 +218,7 @@ class Handoff:
             raise ValueError(f"advantages have shape {list(shape)}, the groups have {count} rollouts")
         if not isinstance(advantages, EngineTensor):
             values = advantages.tolist() if isinstance(advantages, Tensor) else list(advantages)
-            with self.tensors():
-                advantages = torch.tensor(values, dtype=torch.float32)
+            advantages, _ = self._scores(values, [])
         holders = sorted({shipment.replicas[p] for rank in shipment.ranks for part in rank for p in part})
         await _all(
             [self._sources[replica].send.call(shipment) for replica in holders]
@@ -209,6 +227,15 @@ class Handoff:
             f"batch {shipment.ticket.number} from generator replicas {holders} to arrive at the learners",
         )
         return shipment.ticket
+
+    def _scores(self, rewards: Sequence[float], groups: Sequence[int]) -> tuple[Tensor, Tensor]:
+        shapes = len(rewards), len(groups)
+        scores = as_endpoint(
+            self._target.scores,
+            propagate=lambda: (torch.empty(shapes[0]), torch.empty(shapes[1], dtype=torch.int64)),
+        )
+        with self.tensors():
+            return scores.rref(rewards, groups)
 
 
 def plan_shipment(
