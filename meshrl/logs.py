@@ -101,31 +101,40 @@ class LogServer:
             data = worker.recv(1 << 16)
         except OSError:
             data = b""
-        if not data and self._partial[worker]:
-            data = b"\n"  # a last line without its end
-        elif not data:
-            self._selector.unregister(worker)
-            log = self._logs.pop(worker)
-            if log is not None:
-                log.ended.set()
-            del self._partial[worker]
-            worker.close()
+        if not data:
+            if self._partial[worker]:  # a last line without its end
+                self._lines(worker, [self._partial[worker]])
+            self._forget(worker)
             return
         *lines, rest = (self._partial[worker] + data).split(b"\n")
         if len(rest) > LONGEST_LINE:
             lines, rest = [*lines, rest], b""
         self._partial[worker] = rest
-        for line in lines:
-            # A progress bar redraws its line after each \r: its last state is what counts.
-            self._line(worker, line.decode(errors="replace").rstrip("\r").rpartition("\r")[2])
+        self._lines(worker, lines)
 
-    def _line(self, worker: socket.socket, line: str) -> None:
+    def _forget(self, worker: socket.socket) -> None:
+        self._selector.unregister(worker)
+        log = self._logs.pop(worker)
+        if log is not None:
+            log.ended.set()
+        del self._partial[worker]
+        worker.close()
+
+    def _lines(self, worker: socket.socket, lines: list[bytes]) -> None:
         log = self._logs[worker]
-        if log is None:
-            token, pid = line.split(" ")
-            log = self._logs[worker] = self._expected.pop(token)
+        if log is None and lines:
+            token, _, pid = lines.pop(0).decode(errors="replace").partition(" ")
+            log = self._logs[worker] = self._expected.pop(token, None)
+            if log is None:  # none of ours
+                self._forget(worker)
+                return
             log.on_start(int(pid))
-            return
+        for line in lines:
+            assert log is not None
+            # A progress bar redraws its line after each \r: its last state is what counts.
+            self._line(log, line.decode(errors="replace").rstrip("\r").rpartition("\r")[2])
+
+    def _line(self, log: ProcessLog, line: str) -> None:
         if line == MONARCH_NOTICE:
             return
         log.lines.append(line)

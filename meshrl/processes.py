@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import functools
 import os
 import signal
 import struct
@@ -49,15 +50,15 @@ class Processes:
     _reports: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.death = loop.create_future()
+        self._loop = asyncio.get_running_loop()
+        self.death = self._loop.create_future()
         self.logs = [
             ProcessLog(
                 self.name(rank),
                 self.role,
                 self.replica,
                 rank,
-                on_start=lambda pid, rank=rank: loop.call_soon_threadsafe(self.add, rank, pid),
+                on_start=functools.partial(self._started, rank),
             )
             for rank in range(self.size)
         ]
@@ -76,6 +77,13 @@ class Processes:
         if self.size <= 4:
             return ", ".join(map(self.name, range(self.size)))
         return f"{self.name(0)} … {self.name(self.size - 1)}"
+
+    def _started(self, rank: int, pid: int) -> None:
+        """On the thread of the logs."""
+        try:
+            self._loop.call_soon_threadsafe(self.add, rank, pid)
+        except RuntimeError:  # the loop is closed: the controller is about to end
+            pass
 
     def add(self, rank: int, pid: int) -> None:
         """Watch a process from now on."""

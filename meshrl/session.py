@@ -208,7 +208,8 @@ class Session:
     async def _bring_up(
         self, worker: type[Worker], name: str, replica: int, replicas: int, procs: int
     ) -> Replica:
-        assert self._logs is not None
+        if self._logs is None:
+            raise SessionStopped(f"{name}: the session was stopped")
         processes = Processes(name, replica, replicas, procs)
         self._processes.append(processes)
         logs, environment = self._logs, self._environment()
