@@ -27,7 +27,7 @@ class SessionStopped(RuntimeError):
     """The session was stopped while a call waited for an answer, or before it was made."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Processes:
     """The processes of one replica, shared by all actors on them."""
 
