@@ -6,8 +6,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.meshrl-setup
-# Where pip finds the CPU build of torch when the indexes that it knows have none.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 .PHONY: setup demo test lint
 
@@ -18,8 +16,6 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "meshrl needs CPython 3.11 or newer; '$(PYTHON)' is not. Try: make setup PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV): a few minutes, about 4 GB."
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch 2>/dev/null || \
-		$(BIN)/python -m pip install --constraint constraints.txt --extra-index-url $(TORCH_INDEX) torch
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 

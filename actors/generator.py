@@ -1,8 +1,9 @@
 """The generator: an engine behind an actor, from prompt indices to graded, docked rollouts.
 
-Requests name prompts by index; the text is looked up here. One decode step runs at a time on a thread of its own, so the
-actor answers while it generates; weights are swapped between two steps. When all samples of a group are done, its columns go
-to the dock of this process, its text goes straight to a reward actor, and the controller learns lengths, versions and scores.
+Requests name prompts by index; the text is looked up here. One decode step runs at a time on a thread of
+its own, so the actor answers while it generates; weights are swapped between two steps. When all samples
+of a group are done, its columns go to the dock of this process, its text goes straight to a reward actor,
+and the controller learns lengths, versions and scores.
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ class Generator(ReceivesWeights, Worker):
     async def finished(self, arrived: int, wait_seconds: float) -> Finished:
         """Groups done since poll number `arrived`; waits up to `wait_seconds` for one, then answers with none.
 
-        A poll whose caller has gone takes nothing away: groups are kept until a later poll says that they arrived.
+        A poll whose caller has gone takes nothing away: groups are kept until a later poll says that they
+        arrived.
         """
         while self._finished and self._finished[0][0] <= arrived:
             self._finished.popleft()

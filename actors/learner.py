@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from meshrl.actors.models import ModelConfig, export_hugging_face, load_tokenizer
 from meshrl.actors.training import LearnerConfig, OptimizerConfig, Update, supervised_batch
@@ -52,7 +52,7 @@ class Learner(PublishesWeights, Worker):
     async def open_store(self, timeout_seconds: float = 60.0) -> tuple[str, int]:
         """On rank 0: open the store at a free port, and say where."""
         host = os.environ.get("MESHRL_HOST", "127.0.0.1")
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             host,
             0,
             is_master=True,
@@ -109,15 +109,13 @@ class Learner(PublishesWeights, Worker):
         from meshrl.actors.trainer import Trainer  # imports TorchTitan
 
         setup = self._setup
-        store: dist.Store | None = None
+        store: Store | None = None
         if self.world_size > 1:
             timeout = datetime.timedelta(seconds=setup.config.collective_timeout_seconds)
             opened = (
-                self._store
-                if self.rank == 0
-                else dist.TCPStore(*setup.store, is_master=False, timeout=timeout)
+                self._store if self.rank == 0 else TCPStore(*setup.store, is_master=False, timeout=timeout)
             )
-            store = dist.PrefixStore("learner", opened)
+            store = PrefixStore("learner", opened)
         self._trainer = Trainer(
             setup.model,
             setup.config,

@@ -1,8 +1,9 @@
 """Rollouts: the controller's side of generation. Metadata only: indices out, handles in.
 
-Keeps the generators busy as far as the buffer's slots allow, collects finished groups, hands them out as batches. With
-`max_staleness` S and P groups per step there are (S + 1)·P slots, so at S = 0 nothing is generated until the batch before
-has been trained on and its weights are live, and at S = 1 generation runs one step ahead.
+Keeps the generators busy as far as the buffer's slots allow, collects finished groups, hands them out as
+batches. With `max_staleness` S and P groups per step there are (S + 1)·P slots, so at S = 0 nothing is
+generated until the batch before has been trained on and its weights are live, and at S = 1 generation
+runs one step ahead.
 """
 
 from __future__ import annotations
@@ -167,8 +168,8 @@ class Rollouts:
     async def evaluate(self, count: int, *, temperature: float = 1.0, split: Split = "heldout") -> float:
         """Share of `count` prompts of the split whose one response gets a reward of 1.
 
-        The sampling seed of a prompt depends on the run's seed and its index alone: two evaluations of the same weights agree.
-        A response that could not be graded counts as wrong.
+        The sampling seed of a prompt depends on the run's seed and its index alone: two evaluations of
+        the same weights agree. A response that could not be graded counts as wrong.
         """
         sampling = replace(self._sampling, temperature=temperature)
         requests = [self._request(split, index, 1, sampling, "evaluation") for index in range(count)]
@@ -181,7 +182,7 @@ class Rollouts:
         return sum((group.rewards[0] or 0) >= 1 for group in groups) / max(count, 1)
 
     async def samples(self, batch: Batch, count: int) -> tuple[str, ...]:
-        """Readable lines of `count` rollouts, for a person to look at (the only text that the controller ever asks for)."""
+        """Readable lines of `count` rollouts, for a person: the only text that the controller ever asks for."""
         lines: list[str] = []
         for group in batch.taken[:count]:
             rollout = group.rollouts[0]
@@ -278,7 +279,7 @@ class Rollouts:
             self._news.set()
 
     async def _until(self, done, what: str) -> None:
-        """Wait until `done()`; a failed generator ends the wait with its error, the deadline with one that says what is missing."""
+        """Wait until `done()`. A failed generator ends the wait with its error, the deadline with what is missing."""
         try:
             async with asyncio.timeout(self.config.deadline_seconds):
                 while not done():

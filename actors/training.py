@@ -32,7 +32,7 @@ class OptimizerConfig:
     decay: Literal["none", "linear", "sqrt", "cosine"] = "none"
     """How the learning rate falls after that."""
     steps: int = 0
-    """Step at which `decay` is over; it must be given unless decay is `none`."""
+    """Step at which `decay` is over; 0: the last step of the program."""
     final_fraction: float = 0.0
     """Share of the learning rate that is left when `decay` is over."""
 

@@ -1,8 +1,8 @@
 """Seconds of one GRPO step on real meshes, by phase: `python -m benchmarks.step`.
 
-Reference: the computation alone, which is what generator and learner were busy with in the same steps. `step_over_compute` is the
-step's time over that sum: 1.0 would mean that messages, handoff and weights cost nothing, below 1.0 that generation and
-training overlap.
+Reference: the computation alone, which is what generator and learner were busy with in the same steps.
+`step_over_compute` is the step's time over that sum: 1.0 would mean that messages, handoff and weights
+cost nothing, below 1.0 that generation and training overlap.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ async def measure(benchmark: StepBenchmark, staleness: int) -> dict[str, Any]:
             async for report in launch(grpo, config, directory=directory, session=session):
                 reports.append(report)
                 ends.append(perf_counter())
+    meshes = benchmark.meshes
     first = benchmark.steps // 4 + 1
     # The last step evaluates.
     step_seconds = statistics.median([b - a for a, b in pairwise(ends)][first:-1])
@@ -91,7 +92,7 @@ async def measure(benchmark: StepBenchmark, staleness: int) -> dict[str, Any]:
     compute = sum(phases.get(name, 0.0) for name in COMPUTE)
     tokens = statistics.median([report.metrics["response_tokens"] for report in counted])
     return {
-        "case": f"generator {benchmark.meshes.generator} + reward {benchmark.meshes.reward} + learner {benchmark.meshes.learner}",
+        "case": f"{meshes.generator} generator + {meshes.reward} reward + {meshes.learner} learner",
         "staleness": staleness,
         "step_seconds": step_seconds,
         **{f"{name}_seconds": seconds for name, seconds in phases.items()},

@@ -1,7 +1,7 @@
 """The words of the trade, typed: prompt, sampling parameters, rollout, handle, group.
 
-Two views of the same thing. A `Rollout` holds text and tokens and lives only on generator and reward processes.
-A `RolloutHandle` holds what the controller may know: ids, lengths, versions, score.
+Two views of the same thing. A `Rollout` holds text and tokens and lives only on generator and reward
+processes. A `RolloutHandle` holds what the controller may know: ids, lengths, versions, score.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def examine() -> list[Finding]:
 
 def _python() -> Finding:
     text = f"{platform.python_implementation()} {platform.python_version()} on {sys.platform}"
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - run from a checkout, it may be
         return Finding("Python", "problem", text, "use CPython 3.11 or newer: make setup PYTHON=python3.12")
     if not sys.platform.startswith("linux"):
         return Finding("Python", "problem", text, "meshrl runs on Linux only: weights travel through memfd")

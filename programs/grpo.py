@@ -26,14 +26,16 @@ class GRPOConfig(ProgramConfig):
     clip: tuple[float, float] = (0.2, 0.28)
     """Ratio clip, below and above 1."""
     learner: LearnerConfig = field(
-        default_factory=lambda: LearnerConfig(optimizer=OptimizerConfig(learning_rate=7e-4))
+        default_factory=lambda: LearnerConfig(
+            optimizer=OptimizerConfig(learning_rate=7e-4, decay="linear", final_fraction=0.1)
+        )
     )
     warm_up: WarmUpConfig = field(default_factory=WarmUpConfig)
 
 
 async def grpo(session: Session, config: GRPOConfig) -> AsyncIterator[StepReport]:
     """Sample groups, score them, push each sample up or down by how it did within its group."""
-    parts = await start(session, config)
+    parts = await start(session, config, config.steps)
     task, learner, generator, weights, handoff = (
         parts.task,
         parts.learner,
@@ -61,7 +63,7 @@ async def grpo(session: Session, config: GRPOConfig) -> AsyncIterator[StepReport
 
             update = await learner.step(policy_loss(clip=config.clip), ticket)
             time.rest("train")
-            metrics = batch.metrics(weights.version) | update.metrics
+            metrics = {**batch.metrics(weights.version), **update.metrics}
             await weights.broadcast()
             time.rest("weights")
 

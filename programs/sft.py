@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: cross-entropy on the answers of a task. Also the warm-up of the reinforcement-learning programs."""
+"""Supervised fine-tuning: cross-entropy on a task's answers; also the warm-up of the other programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
-from meshrl.actors.learner import LearnerConfig, OptimizerConfig
+from meshrl.actors.learner import OptimizerConfig
 from meshrl.actors.rollouts import Rollouts
 from meshrl.losses import cross_entropy
 from meshrl.metrics import StepReport, Stopwatch
@@ -30,12 +30,12 @@ class WarmUpConfig:
     until_accuracy: float = 0.3
     """Stop when held-out sampled accuracy reaches this; above 1: run all steps."""
     check_every: int = 25
-    """Steps between two looks at held-out accuracy."""
+    """Steps between two looks at held-out accuracy; 0: only after the last."""
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(learning_rate=3e-3, warmup_steps=20)
     )
     cache: bool = True
-    """Keep the result under `~/.cache/meshrl` (or `$XDG_CACHE_HOME/meshrl`) by a hash of its inputs, and use it next time."""
+    """Keep the result in `~/.cache/meshrl` (`$XDG_CACHE_HOME/meshrl`) by a hash of its inputs, for next time."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class SFTConfig(ProgramConfig):
 
 async def sft(session: Session, config: SFTConfig) -> AsyncIterator[StepReport]:
     """Train on the task's answers; reports like any other program."""
-    parts = await start(session, config)
+    parts = await start(session, config, config.train.steps)
     async for report in supervise(parts, config, config.train):
         yield report
     await finish(session, parts)
@@ -65,7 +65,7 @@ async def supervise(parts: Parts, config: ProgramConfig, train: WarmUpConfig) ->
             update = await parts.learner.supervised_step(cross_entropy(), first, train.examples_per_step)
             time.rest("train")
             metrics = dict(update.metrics)
-            if config.evaluation.due(step, train.steps) or step % train.check_every == 0:
+            if step == train.steps or (train.check_every > 0 and step % train.check_every == 0):
                 await parts.weights.broadcast()
                 time.rest("weights")
                 metrics |= await config.evaluation.run(rollouts)
@@ -99,7 +99,7 @@ async def warm_up(session: Session, parts: Parts, config: ProgramConfig, train: 
                 shutil.rmtree(unfinished)
             else:
                 unfinished.rename(cached)
-    await parts.learner.reset_optimizer(config.learner.optimizer)
+    await parts.learner.reset_optimizer(parts.optimizer)
 
 
 def cache_directory() -> Path:

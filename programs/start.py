@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshrl.actors.generator import Generator, GeneratorSetup
-from meshrl.actors.learner import LearnerMesh
+from meshrl.actors.learner import LearnerMesh, OptimizerConfig
 from meshrl.actors.models import architecture, load_tokenizer
 from meshrl.actors.reward import Reward, RewardSetup
 from meshrl.handoff.handoff import Handoff
@@ -22,6 +22,8 @@ class Parts:
     """Live meshes and the paths between them."""
 
     task: Task
+    optimizer: OptimizerConfig
+    """Of the program's own phase."""
     learner: LearnerMesh
     generator: RoleMesh
     reward: RoleMesh
@@ -31,8 +33,14 @@ class Parts:
     """Generator docks → learner docks."""
 
 
-async def start(session: Session, config: ProgramConfig) -> Parts:
-    """Spawn learner, generator and reward meshes at once, then connect them."""
+async def start(session: Session, config: ProgramConfig, steps: int) -> Parts:
+    """Spawn learner, generator and reward meshes at once, then connect them.
+
+    Args:
+        steps: optimizer steps of the program; a learning rate that decays does so over them, unless the config says.
+    """
+    optimizer = config.learner.optimizer
+    optimizer = replace(optimizer, steps=optimizer.steps or steps)
     task = parse_task(config.task, data=config.data, seed=config.seed)
     tokenizer = load_tokenizer(task.tokenizer)
     context = architecture(config.model, tokenizer.vocab_size).max_tokens
@@ -41,7 +49,7 @@ async def start(session: Session, config: ProgramConfig) -> Parts:
     learner, generator, reward = await asyncio.gather(
         LearnerMesh.spawn(
             session,
-            config.learner,
+            replace(config.learner, optimizer=optimizer),
             config.model,
             task,
             procs=config.meshes.learner,
@@ -70,7 +78,7 @@ async def start(session: Session, config: ProgramConfig) -> Parts:
     for row in session.describe():
         session.note(f"{row}")
     session.note(f"task {config.task}, tokenizer {task.tokenizer} ({tokenizer.vocab_size} tokens)")
-    return Parts(task, learner, generator, reward, weights, handoff)
+    return Parts(task, optimizer, learner, generator, reward, weights, handoff)
 
 
 async def finish(session: Session, parts: Parts) -> None:

@@ -152,8 +152,8 @@ class Handoff:
     def on_mesh(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`function`, to be called with tensors of the learner mesh, as one operation there.
 
-        Its code is ordinary tensor code, from a module or a cell, and may read values. Called within `tensors`, the same
-        function gives the same tensor, at a message for each of its operations.
+        Its code is ordinary tensor code, from a module or a cell, and may read values. Called within `tensors`,
+        the same function gives the same tensor, at a message for each of its operations.
 
         >>> advantages = handoff.on_mesh(group_relative)(rewards, groups)               # doctest: +SKIP
 
