@@ -105,7 +105,7 @@ class Processes:
             os.close(descriptor)
 
         def ended() -> None:
-            cause = _exit_cause(descriptor)
+            cause = exit_cause(descriptor)
             self._watched.pop(pid)()
             self._ended(rank, pid, cause)
 
@@ -172,7 +172,7 @@ class Processes:
         self.death.exception()
 
 
-def _exit_cause(descriptor: int) -> str:
+def exit_cause(descriptor: int) -> str:
     """How the process of a pidfd ended, where that can still be known."""
     try:  # not yet waited for by Monarch
         ended = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
