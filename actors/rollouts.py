@@ -165,14 +165,15 @@ class Rollouts:
         if self.config.max_staleness > 0:
             await self._admit()
 
-    async def evaluate(self, count: int, *, temperature: float = 1.0, split: Split = "heldout") -> float:
-        """Share of `count` prompts of the split whose one response gets a reward of 1.
+    async def evaluate(self, count: int, *, temperature: float = 1.0) -> float:
+        """Share of `count` held-out prompts (or all, where the task has fewer) whose response gets a reward of 1.
 
         The sampling seed of a prompt depends on the run's seed and its index alone: two evaluations of
         the same weights agree. A response that could not be graded counts as wrong.
         """
+        count = min(count, self._task.heldout_size)
         sampling = replace(self._sampling, temperature=temperature)
-        requests = [self._request(split, index, 1, sampling, "evaluation") for index in range(count)]
+        requests = [self._request("heldout", index, 1, sampling, "evaluation") for index in range(count)]
         loop = asyncio.get_running_loop()
         waiting = [self._evaluations.setdefault(r.group_id, loop.create_future()) for r in requests]
         await self._submit(requests)

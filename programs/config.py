@@ -32,7 +32,7 @@ class EvaluationConfig:
     every: int = 50
     """Evaluate after this many steps, and always before the first and after the last; 0: only then."""
     prompts: int = 256
-    """Held-out prompts, one response each; fewer where the task has fewer."""
+    """Held-out prompts, one response each; fewer where the task has fewer. 0: never evaluate."""
     greedy: bool = True
     """Also report the accuracy of greedy decoding."""
 
@@ -40,7 +40,9 @@ class EvaluationConfig:
         return step == last or (self.every > 0 and step % self.every == 0)
 
     async def run(self, rollouts: Rollouts) -> dict[str, float]:
-        """`heldout_accuracy` at temperature 1, and `heldout_accuracy_greedy`."""
+        """`heldout_accuracy` at temperature 1, and `heldout_accuracy_greedy`; nothing where `prompts` is 0."""
+        if self.prompts == 0:
+            return {}
         metrics = {"heldout_accuracy": await rollouts.evaluate(self.prompts, temperature=1.0)}
         if self.greedy:
             metrics["heldout_accuracy_greedy"] = await rollouts.evaluate(self.prompts, temperature=0.0)

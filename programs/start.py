@@ -77,7 +77,7 @@ async def start(session: Session, config: ProgramConfig, steps: int) -> Parts:
     )
     for row in session.describe():
         session.note(f"{row}")
-    session.note(f"task {config.task}, tokenizer {task.tokenizer} ({tokenizer.vocab_size} tokens)")
+    session.note(f"task {config.data or config.task}, tokenizer {task.tokenizer} ({tokenizer.vocab_size} tokens)")
     return Parts(task, optimizer, learner, generator, reward, weights, handoff)
 
 

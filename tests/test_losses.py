@@ -150,7 +150,7 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_minus_the_advantage():
     outputs: LossOutputs = policy_loss()(inputs)
     outputs.per_token.sum().backward()
     torch.testing.assert_close(inputs.logprobs.grad, torch.where(inputs.mask, -inputs.advantages, 0.0))
-    assert outputs.sums["ratio"].item() == inputs.mask.sum().item()
+    assert outputs.sums["ratio_mean"].item() == inputs.mask.sum().item()
     assert outputs.sums["clip_fraction_low"].item() == outputs.sums["clip_fraction_high"].item() == 0
 
 

@@ -100,6 +100,8 @@ class FlatDecoder:
                 raise UserError(
                     f"weight {name} has shape {tuple(named[name].shape)}, the model needs {shape}"
                 )
+        # Products of half-precision weights would be rounded before they are stored.
+        named = {name: named[name].float() for name in self._weight_shapes}
         heads, group, head_dim = self.shape.n_kv_heads, self.group, self.shape.head_dim
         for i, layer in enumerate(self._layers):
             weight = {
@@ -112,12 +114,12 @@ class FlatDecoder:
             }
             norm = weight["attention_norm"]
             for first, size, name in ((0, group, "wq"), (group, 1, "wk"), (group + 1, 1, "wv")):
-                matrix = weight[f"attention.qkv_linear.{name}"].view(heads, size, head_dim, -1)
+                matrix = weight[f"attention.qkv_linear.{name}"].reshape(heads, size, head_dim, -1)
                 if name != "wv":
                     matrix = _interleave(matrix, dim=2)
                 torch.mul(matrix, norm, out=layer.qkv[:, first : first + size])
             # the softmax scale goes with the queries
-            layer.qk_norm[:group] = _interleave(weight["attention.q_norm"], dim=0).float() * head_dim**-0.5
+            layer.qk_norm[:group] = _interleave(weight["attention.q_norm"], dim=0) * head_dim**-0.5
             layer.qk_norm[group] = _interleave(weight["attention.k_norm"], dim=0)
             layer.output.copy_(weight["attention.wo"])
             norm = weight["ffn_norm"]

@@ -37,9 +37,9 @@ def arrange(lengths: np.ndarray, span_cost: float) -> Arrangement:
         lengths: positions that each lane attends to, int64 `[lanes]`.
         span_cost: overhead of a span, in positions attended to by one lane.
 
-    >>> arrange(np.array([9, 900, 9, 9]), span_cost=20)
+    >>> arrange(np.array([9, 900, 9, 9]), span_cost=300)
     Arrangement(sources=(1, 0), targets=(0, 1), cuts=(0, 1, 4))
-    >>> arrange(np.array([9, 10, 9, 9]), span_cost=20)
+    >>> arrange(np.array([9, 10, 9, 9]), span_cost=300)
     Arrangement(sources=(), targets=(), cuts=(0, 4))
     """
     cuts, cost = _cut(lengths, span_cost)

@@ -218,7 +218,7 @@ class TitanEngine:
         return (
             bool(self._waiting)
             and len(self._waiting[0].indices) <= free
-            and free >= min(self.config.refill, self._waiting_samples)
+            and (self._running == 0 or free >= min(self.config.refill, self._waiting_samples))
         )
 
     def _admit(self) -> list[FinishedSample]:
