@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
+from meshrl.errors import UserError
 from meshrl.processes import Processes
 from meshrl.worker import Worker, find
 
@@ -46,6 +47,8 @@ class Replica:
         self, endpoint: str, *args: Any, rank: int, deadline_seconds: float | None, **kwargs: Any
     ) -> Any:
         """Answer of one rank."""
+        if not 0 <= rank < self.size:
+            raise UserError(f"{self.processes.names()}: there is no rank {rank}, only 0 to {self.size - 1}")
         actor = self.actors if self.size == 1 else self.actors.slice(gpus=rank)
         future = find(actor, endpoint).call_one(*args, **kwargs)
         what = f"{endpoint} on {self.processes.name(rank)}"
@@ -116,7 +119,10 @@ class RoleMesh:
         deadline_seconds: float | None = DEADLINE_SECONDS,
         **kwargs: Any,
     ) -> Any:
-        """Call an endpoint on one rank; see `call`."""
+        """Call an endpoint on one rank; see `call`. Raises `UserError` where there is no such rank."""
+        if not 0 <= replica < len(self.replicas):
+            last = len(self.replicas) - 1
+            raise UserError(f"{self.name}: there is no replica {replica}, only 0 to {last}")
         return await self.replicas[replica].call_rank(
             endpoint, *args, rank=rank, deadline_seconds=deadline_seconds, **kwargs
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import copy
 import fcntl
 import functools
 import os
@@ -112,19 +114,35 @@ class Processes:
         self._watched[pid] = stop_watching
         loop.add_reader(descriptor, ended)
 
+    def end_with_interpreter(self) -> None:
+        """Kill the groups when the interpreter exits though nobody stopped the session.
+
+        Exit handlers run last one first: called after Monarch has registered its own, which asks workers to end
+        and thereby orphans the children of those that comply.
+        """
+        atexit.register(self._kill_at_exit)
+
+    def _kill_at_exit(self) -> None:  # the event loop is closed by now
+        for pid in self._watched:
+            _kill_group(pid)
+
+    def check(self) -> None:
+        """Raise what ended the processes, if anything did."""
+        if self.death.done() and (error := self.death.exception()) is not None:
+            raise copy.copy(error)  # each caller's own: a shared one would gather everybody's tracebacks
+
     async def answer(self, future: Awaitable[Answer], deadline_seconds: float | None, what: str) -> Answer:
         """Await a Monarch call, or the death of a process, whichever comes first."""
         answer = asyncio.ensure_future(answer_of(future, deadline_seconds, what))
         try:
             await asyncio.wait({answer, self.death}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                self.death.result()
+                self.check()
             return answer.result()
         except SupervisionError as error:
             # Monarch may know before we do; the process's own death says more.
             await asyncio.wait({self.death}, timeout=1.0)
-            if self.death.done():
-                self.death.result()
+            self.check()
             raise lost(error, what) from None
         finally:
             answer.cancel()
@@ -146,6 +164,7 @@ class Processes:
 
     def kill(self) -> None:
         """Kill the processes and those that they started, and watch them no more."""
+        atexit.unregister(self._kill_at_exit)
         while self._watched:
             pid, stop_watching = self._watched.popitem()
             _kill_group(pid)
@@ -164,11 +183,21 @@ class Processes:
         await asyncio.to_thread(log.ended.wait, 0.3)
         if self.death.done():
             return
-        last = list(log.lines)[-LAST_WORDS:]
+        last = tuple(log.lines)[-LAST_WORDS:]
         words = (
             "its last output:" + "".join(f"\n  | {line}" for line in last) if last else "it printed nothing"
         )
-        self.death.set_exception(WorkerDied(f"{self.name(rank)} (pid {pid}) died: {cause}; {words}"))
+        self.death.set_exception(
+            WorkerDied(
+                f"{self.name(rank)} (pid {pid}) died: {cause}; {words}",
+                role=self.role,
+                replica=self.replica,
+                rank=rank,
+                pid=pid,
+                cause=cause,
+                last_lines=last,
+            )
+        )
         self.death.exception()
 
 

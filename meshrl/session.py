@@ -100,9 +100,11 @@ class Session:
         self._processes: list[Processes] = []
         self._log_files: dict[str, Any] = {}
         self._lock = threading.Lock()
+        self._stopped = False
 
     async def start(self) -> None:
-        """Make ready; the second time it does nothing."""
+        """Make ready; the second time it does nothing. A stopped session can be started again."""
+        self._stopped = False
         if self._logs is None:
             if "IPython" in sys.modules:
                 from meshrl.notebook.init import prepare_kernel
@@ -117,6 +119,7 @@ class Session:
 
         Calls that still wait, and later ones, raise `SessionStopped`.
         """
+        self._stopped = True
         logs, self._logs = self._logs, None
         if logs is None:
             return
@@ -173,9 +176,12 @@ class Session:
         Raises:
             UserError: a count below 1, a name that is taken or malformed, a class that is no worker.
             DeadlineError, WorkerDied: the processes did not come up. Besides these, what `setup` raises.
+            SessionStopped: the session was stopped, before or meanwhile.
         """
         name = name or worker.__name__.lower()
         self._check(worker, setup, procs, replicas, name)
+        if self._stopped:  # a task that goes on after the end must not bring processes back
+            raise SessionStopped(f"{name}: the session was stopped; `start` it before spawning")
         await self.start()
         self.meshes[name] = RoleMesh(name, [])
         starts = [
@@ -224,14 +230,14 @@ class Session:
             processes.proc_mesh = this_host().spawn_procs(
                 {"gpus": procs}, name=f"{name}_{replica}_{number}", bootstrap_command=command
             )
+            processes.end_with_interpreter()
             made = Replica(processes, processes.proc_mesh.spawn(f"{name}_{number}", worker))
             await made.identify(name, self.config.start_deadline_seconds)
         except (DeadlineError, WorkerDied, SessionStopped):
             raise
         except Exception as error:  # of Monarch, of which our own watching tells more
             await asyncio.wait({processes.death}, timeout=1.0)
-            if processes.death.done():
-                processes.death.result()
+            processes.check()
             raise WorkerDied(f"{processes.names()} did not come up: {error}") from error
         return made
 

@@ -31,6 +31,28 @@ class RemoteError(RuntimeError):
 class WorkerDied(RuntimeError):
     """A process is gone; the message says which one, why where that is known, and its last words."""
 
+    def __init__(
+        self,
+        message: str,
+        *,
+        role: str | None = None,
+        replica: int | None = None,
+        rank: int | None = None,
+        pid: int | None = None,
+        cause: str | None = None,
+        last_lines: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.role = role
+        """None, as for all below: not known, since Monarch noticed first and says no more."""
+        self.replica = replica
+        self.rank = rank
+        self.pid = pid
+        self.cause = cause
+        """`killed by SIGKILL …`, `it exited with status 7`."""
+        self.last_lines = last_lines
+        """What it printed last, oldest line first."""
+
 
 class Worker(Actor):
     """Base class of role actors: several endpoints may be in progress at once, each an `async` method.
@@ -65,7 +87,8 @@ def endpoint(method: Method) -> Method:
     """Make an `async` method callable from controller and actors.
 
     Calls run concurrently. An exception reaches the caller as its own type, with notes that say on which rank
-    it was raised and hold the traceback from there; one that cannot be pickled arrives as `RemoteError`.
+    it was raised and hold the traceback from there; one that cannot be pickled, or would lose those notes by
+    it, arrives as `RemoteError`.
     """
 
     @functools.wraps(method)
@@ -114,6 +137,8 @@ async def answer_of(future: Awaitable[Any], deadline_seconds: float | None, what
     except ActorError as error:
         raise original(error) from None
     except TimeoutError:
+        if deadline_seconds is None:  # Monarch's, then
+            raise
         raise DeadlineError(f"waited {deadline_seconds:g} s for {what}") from None
 
 
@@ -143,11 +168,15 @@ def _travelling(error: BaseException, worker: Worker) -> Exception:
     if isinstance(error, Exception) and any(note.startswith("raised on ") for note in notes_of(error)):
         return error
     frames = "".join(traceback.format_exception(error)).rstrip()
-    arrived = error if isinstance(error, Exception) and _can_travel(error) else RemoteError(_headline(error))
-    arrived.__cause__ = arrived.__context__ = None
-    arrived.add_note(f"raised on {_name(worker)}, pid {os.getpid()}, host {socket.gethostname()}")
-    arrived.add_note(f"remote traceback:\n{frames}")
-    return arrived
+    error.__cause__ = error.__context__ = None
+    error.add_note(f"raised on {_name(worker)}, pid {os.getpid()}, host {socket.gethostname()}")
+    error.add_note(f"remote traceback:\n{frames}")
+    if isinstance(error, Exception) and _arrives_whole(error):
+        return error
+    stand_in = RemoteError(_headline(error))
+    for note in notes_of(error):
+        stand_in.add_note(note)
+    return stand_in
 
 
 def notes_of(error: BaseException) -> list[str]:
@@ -155,12 +184,11 @@ def notes_of(error: BaseException) -> list[str]:
     return getattr(error, "__notes__", [])
 
 
-def _can_travel(error: Exception) -> bool:
+def _arrives_whole(error: Exception) -> bool:
     try:
-        cloudpickle.loads(cloudpickle.dumps(error))
+        return notes_of(cloudpickle.loads(cloudpickle.dumps(error))) == notes_of(error)
     except Exception:
         return False
-    return True
 
 
 def _headline(error: BaseException) -> str:

@@ -25,6 +25,13 @@ class TwoArguments(Exception):
         super().__init__(f"{first} and {second}")
 
 
+class Forgetful(Exception):
+    """Pickles, but without its notes."""
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return Forgetful, self.args
+
+
 @dataclass(frozen=True)
 class Setup:
     offset: int = 0

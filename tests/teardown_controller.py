@@ -10,13 +10,18 @@ import time
 
 from meshrl.session import Session, Worker, endpoint
 
+STUBBORN = "trap '' TERM; echo deaf; exec sleep 1000"
+"""A polite request to end changes nothing."""
+
 
 class Troubled(Worker):
     """Starts a process of its own, then does what its replica's number says."""
 
     @endpoint
     async def setup(self, _: str) -> None:
-        self.child = subprocess.Popen(["sleep", "1000"])
+        self.child = subprocess.Popen(["sh", "-c", STUBBORN], stdout=subprocess.PIPE)
+        assert self.child.stdout is not None
+        self.child.stdout.readline()
 
     @endpoint
     async def trouble(self) -> None:

@@ -131,6 +131,7 @@ def test_a_dead_process_fails_the_calls_of_its_replica_and_no_other(
         mesh = await session.spawn(Echo, Setup(), replicas=2, name="mortal")
         children = await mesh.call("start_child")
         pid = mesh.replicas[1].pids[0]
+        told_to: list[WorkerDied] = []
         waiting = [asyncio.create_task(mesh.call_rank("hang", replica=1)) for _ in range(3)]
         both = asyncio.create_task(mesh.call("hang"))
         await asyncio.to_thread(heard.wait_for, "mortal[1] hanging")
@@ -140,6 +141,11 @@ def test_a_dead_process_fails_the_calls_of_its_replica_and_no_other(
                 await asyncio.wait_for(call, SECONDS)
             told = str(caught.value)
             assert told.startswith(f"mortal[1] (pid {pid}) died: ") and "\n  | hanging" in told
+            died = caught.value
+            assert (died.role, died.replica, died.rank, died.pid) == ("mortal", 1, 0, pid)
+            assert died.last_lines[-1] == "hanging"
+            told_to.append(died)
+        assert len(set(map(id, told_to))) == len(told_to)  # nobody shares an exception, nor its traceback
         assert await mesh.call_rank("add", 1, replica=0) == 1
         gone([pid, children[1]])
         assert alive(children[0])
@@ -225,6 +231,30 @@ def test_stopping_fails_pending_and_later_calls_and_ends_everything(runner: asyn
         await session.stop()
 
     runner.run(use())
+
+
+def test_a_task_that_outlives_its_session_brings_no_process_back(runner: asyncio.Runner) -> None:
+    async def use() -> None:
+        session = Session()
+        await session.start()
+        await session.stop()
+        with pytest.raises(SessionStopped, match="revenant"):
+            await session.spawn(Echo, name="revenant")
+        assert session.describe() == []
+        async with session:  # asked for, it starts anew
+            mesh = await session.spawn(Echo, Setup(2), name="again")
+            assert await mesh.call("add", 1) == [3]
+
+    runner.run(use())
+
+
+def test_ranks_and_replicas_that_do_not_exist_are_refused(runner: asyncio.Runner, pairs: RoleMesh) -> None:
+    with pytest.raises(UserError, match="no replica 2, only 0 to 1"):
+        runner.run(pairs.call_rank("add", 1, replica=2))
+    with pytest.raises(UserError, match="no replica -1"):
+        runner.run(pairs.call_rank("add", 1, replica=-1))
+    with pytest.raises(UserError, match="no rank 2, only 0 to 1"):
+        runner.run(pairs.call_rank("add", 1, rank=2))
 
 
 def test_stopping_in_the_midst_of_a_spawn_ends_it(runner: asyncio.Runner) -> None:

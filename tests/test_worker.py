@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from session_workers import Echo, Setup
+from session_workers import Echo, Forgetful, Setup
 
 from meshrl.logs import rank_name
 from meshrl.mesh import RoleMesh
@@ -74,6 +74,21 @@ def test_an_exception_of_a_local_class_is_still_an_instance_of_it(
         pass
 
     assert isinstance(raised(runner, pair, "fail", Local("mine")), Local)
+
+
+def test_an_exception_that_would_lose_its_notes_arrives_by_name(
+    runner: asyncio.Runner, pair: RoleMesh
+) -> None:
+    error = raised(runner, pair, "fail", Forgetful("what was it"))
+    assert type(error) is RemoteError and str(error) == "session_workers.Forgetful: what was it"
+    assert len(error.__notes__) == 2
+
+
+def test_an_exception_keeps_the_notes_of_its_own(runner: asyncio.Runner, pair: RoleMesh) -> None:
+    given = ValueError("wrong")
+    given.add_note("in row 7")
+    error = raised(runner, pair, "fail", given)
+    assert type(error) is ValueError and error.__notes__[0] == "in row 7" and len(error.__notes__) == 3
 
 
 @pytest.mark.parametrize(
