@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from meshrl.actors.generator import Finished
 from meshrl.buffer import RolloutBuffer
+from meshrl.processes import Processes
 from meshrl.rollout import GroupRequest, RolloutGroup, RolloutHandle, SamplingParams, Split, Task
 from meshrl.session import RoleMesh
 
@@ -93,10 +94,18 @@ class Rollouts:
         config: RolloutsConfig | None = None,
         *,
         seed: int = 0,
+        reward: RoleMesh | None = None,
     ) -> None:
+        """
+        Args:
+            sampling: of training; evaluation changes the temperature.
+            seed: of prompts and samples.
+            reward: the mesh that the generators grade with; when one of its processes dies, waiting ends at once.
+        """
         self.config = config or RolloutsConfig()
         self.buffer = RolloutBuffer(self.config.prompts_per_step, self.config.max_staleness)
         self._generator = generator
+        self._reward = reward
         self._task = task
         self._sampling = sampling
         self._seed = seed
@@ -115,6 +124,8 @@ class Rollouts:
         self._listeners = [
             asyncio.create_task(self._listen(replica)) for replica in range(len(self._generator.replicas))
         ]
+        for replica in self._reward.replicas if self._reward else []:
+            self._listeners.append(asyncio.create_task(self._watch(replica.processes)))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -278,6 +289,12 @@ class Rollouts:
         except Exception as error:
             self._failure = self._failure or error
             self._news.set()
+
+    async def _watch(self, processes: Processes) -> None:
+        """End all waiting when a process of the mesh dies. Waits for: that, and does not keep it from others."""
+        await asyncio.wait({processes.death})
+        self._failure = self._failure or processes.death.exception()
+        self._news.set()
 
     async def _until(self, done, what: str) -> None:
         """Wait until `done()`. A failed generator ends the wait with its error, the deadline with what is missing."""

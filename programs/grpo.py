@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from meshrl.actors.learner import LearnerConfig, OptimizerConfig
-from meshrl.actors.rollouts import Rollouts
 from meshrl.advantages import group_relative
 from meshrl.losses import policy_loss
 from meshrl.metrics import StepReport, Stopwatch
@@ -36,16 +35,10 @@ class GRPOConfig(ProgramConfig):
 async def grpo(session: Session, config: GRPOConfig) -> AsyncIterator[StepReport]:
     """Sample groups, score them, push each sample up or down by how it did within its group."""
     parts = await start(session, config, config.steps)
-    task, learner, generator, weights, handoff = (
-        parts.task,
-        parts.learner,
-        parts.generator,
-        parts.weights,
-        parts.handoff,
-    )
+    learner, weights, handoff = parts.learner, parts.weights, parts.handoff
     await warm_up(session, parts, config, config.warm_up)
 
-    async with Rollouts(generator, task, config.sampling, config.rollouts, seed=config.seed) as rollouts:
+    async with parts.rollouts(config) as rollouts:
         await weights.broadcast()
         yield StepReport(0, await config.evaluation.run(rollouts))
         for step in range(1, config.steps + 1):
@@ -54,10 +47,8 @@ async def grpo(session: Session, config: GRPOConfig) -> AsyncIterator[StepReport
             time.lap("generate", batch.generate_seconds).lap("reward", batch.reward_seconds).rest("wait")
 
             batch = rollouts.drop_zero_variance(batch)
-            rewards, groups = handoff.rewards(batch.groups)
-            advantages = handoff.on_mesh(group_relative)(
-                rewards, groups
-            )  # tensor code, run on the learner mesh
+            rewards, groups = handoff.rewards(batch.groups)  # tensors on the learner mesh
+            advantages = handoff.on_mesh(group_relative)(rewards, groups)
             ticket = await handoff(batch.groups, advantages=advantages)
             time.rest("handoff")
 

@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from meshrl.actors.learner import OptimizerConfig
-from meshrl.actors.rollouts import Rollouts
 from meshrl.losses import cross_entropy
 from meshrl.metrics import StepReport, Stopwatch
 from meshrl.programs.config import ProgramConfig
@@ -56,9 +55,7 @@ async def sft(session: Session, config: SFTConfig) -> AsyncIterator[StepReport]:
 async def supervise(parts: Parts, config: ProgramConfig, train: WarmUpConfig) -> AsyncIterator[StepReport]:
     """One report per optimizer step, held-out accuracy in every `check_every`-th; ends when it is high enough."""
     await parts.learner.reset_optimizer(train.optimizer)
-    async with Rollouts(
-        parts.generator, parts.task, config.sampling, config.rollouts, seed=config.seed
-    ) as rollouts:
+    async with parts.rollouts(config) as rollouts:
         for step in range(1, train.steps + 1):
             time = Stopwatch()
             first = (step - 1) * train.examples_per_step

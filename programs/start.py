@@ -9,6 +9,7 @@ from meshrl.actors.generator import Generator, GeneratorSetup
 from meshrl.actors.learner import LearnerMesh, OptimizerConfig
 from meshrl.actors.models import architecture, load_tokenizer
 from meshrl.actors.reward import Reward, RewardSetup
+from meshrl.actors.rollouts import Rollouts
 from meshrl.handoff.handoff import Handoff
 from meshrl.programs.config import ProgramConfig
 from meshrl.programs.tasks import check_prompts, default_reward, parse_task
@@ -31,6 +32,12 @@ class Parts:
     """Learner → generators."""
     handoff: Handoff
     """Generator docks → learner docks."""
+
+    def rollouts(self, config: ProgramConfig) -> Rollouts:
+        """Generation for one phase of the program; an async context."""
+        return Rollouts(
+            self.generator, self.task, config.sampling, config.rollouts, seed=config.seed, reward=self.reward
+        )
 
 
 async def start(session: Session, config: ProgramConfig, steps: int) -> Parts:
@@ -77,7 +84,9 @@ async def start(session: Session, config: ProgramConfig, steps: int) -> Parts:
     )
     for row in session.describe():
         session.note(f"{row}")
-    session.note(f"task {config.data or config.task}, tokenizer {task.tokenizer} ({tokenizer.vocab_size} tokens)")
+    session.note(
+        f"task {config.data or config.task}, tokenizer {task.tokenizer} ({tokenizer.vocab_size} tokens)"
+    )
     return Parts(task, optimizer, learner, generator, reward, weights, handoff)
 
 
