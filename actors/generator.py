@@ -250,7 +250,7 @@ class Generator(ReceivesWeights, Worker):
     async def _grade(self, groups: Sequence[_Group]) -> None:
         """Dock the groups' columns, have them graded, announce them."""
         try:
-            docked = [self._dock(group) for group in groups]
+            docked = self._dock(groups)
             rollouts = [rollout for part in docked for rollout in part]
             assert self._rewards is not None
             started = time.perf_counter()
@@ -275,26 +275,40 @@ class Generator(ReceivesWeights, Worker):
         except Exception as error:
             self._fail(error)
 
-    def _dock(self, group: _Group) -> list[Rollout]:
-        """Columns over prompt and response, `[tokens]` each, and the texts for the reward."""
-        rollouts = []
-        prompt_ids = torch.tensor(group.prompt_ids, dtype=torch.int32)
-        n = len(group.prompt_ids)
-        for rollout_id, sample in zip(group.request.rollout_ids, group.samples, strict=True):
-            assert sample is not None
-            dock().put(
-                rollout_id,
-                {
-                    "token_ids": torch.cat([prompt_ids, sample.token_ids]),
-                    "response_mask": torch.arange(n + len(sample.token_ids)) >= n,
-                    "sampler_logprobs": torch.cat([torch.zeros(n), sample.logprobs]),
-                    "weight_version": torch.cat([torch.full((n,), -1, dtype=torch.int32), sample.versions]),
-                },
-            )
-            ids = sample.token_ids.tolist()
-            text = self._tokenizer.decode([i for i in ids if i != self._tokenizer.end_id])
-            rollouts.append(Rollout(rollout_id, group.prompt, text, tuple(ids), sample.stop_reason))
-        return rollouts
+    def _dock(self, groups: Sequence[_Group]) -> list[list[Rollout]]:
+        """Dock the columns over prompt and response, `[tokens]` each; returns the texts for the reward, by group.
+
+        Columns are made for all rollouts at once and cut apart: one at a time would cost as much as decoding.
+        """
+        tokens, logprobs, versions, lengths = [], [], [], []
+        for group in groups:
+            prompt = torch.tensor(group.prompt_ids, dtype=torch.int32)
+            zeros, unsampled = torch.zeros(len(prompt)), torch.full_like(prompt, -1)
+            for sample in group.samples:
+                assert sample is not None
+                tokens += [prompt, sample.token_ids]
+                logprobs += [zeros, sample.logprobs]
+                versions += [unsampled, sample.versions]
+                lengths.append(len(prompt) + len(sample.token_ids))
+        version = torch.cat(versions)
+        columns = {
+            "token_ids": torch.cat(tokens),
+            "response_mask": version >= 0,
+            "sampler_logprobs": torch.cat(logprobs),
+            "weight_version": version,
+        }
+        parts = zip(*(column.split(lengths) for column in columns.values()), strict=True)
+        docked = []
+        for group in groups:
+            rollouts = []
+            for rollout_id, sample in zip(group.request.rollout_ids, group.samples, strict=True):
+                assert sample is not None
+                dock().put(rollout_id, dict(zip(columns, next(parts), strict=True)))
+                ids = sample.token_ids.tolist()
+                text = self._tokenizer.decode(ids[:-1] if ids[-1:] == [self._tokenizer.end_id] else ids)
+                rollouts.append(Rollout(rollout_id, group.prompt, text, tuple(ids), sample.stop_reason))
+            docked.append(rollouts)
+        return docked
 
     def _handles(self, group: _Group, rollouts: Sequence[Rollout], grades: Sequence[Grade]) -> RolloutGroup:
         request, handles = group.request, []
