@@ -14,10 +14,10 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-import torch.distributed as distributed
+import torch.distributed
 from monarch.actor import Actor, current_rank, endpoint
 from torch import Tensor
 
@@ -25,6 +25,8 @@ from meshrl.handoff.dock import DockedBatch, NotDocked, Ticket, dock
 from meshrl.handoff.schema import BYTES_PER_TOKEN, DOCKED
 
 Backend = Literal["gloo", "nccl"]
+
+_distributed: Any = torch.distributed  # the type stubs leave out stores, options and point-to-point calls
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,15 @@ class Link:
         # Processes of one host need no resolvable host name and no network interface but the loopback.
         local = address.host == socket.gethostname()
         host = "127.0.0.1" if local else address.host
-        store = distributed.TCPStore(host, address.port, is_master=False, timeout=timeout)
+        store = _distributed.TCPStore(host, address.port, is_master=False, timeout=timeout)
         if backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
-            self._group = distributed.ProcessGroupNCCL(store, rank, size, timeout)
+            options = _distributed.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = _distributed.ProcessGroupNCCL(store, rank, size, options)
         else:
             self.device = torch.device("cpu")
-            gloo = distributed.ProcessGroupGloo
+            gloo = _distributed.ProcessGroupGloo
             options = gloo._Options()
             options._timeout = timeout
             options._devices = [
@@ -125,14 +129,14 @@ class Bridge(Actor):
     """One end of a link, beside the actors whose dock it reads or fills."""
 
     def __init__(self) -> None:
-        self._store: distributed.TCPStore | None = None
+        self._store: Any = None
         self._link: Link | None = None
 
     @endpoint
     def open_store(self, timeout_seconds: float) -> Address:
         """Open the store that the link is made through, on a free port of this host."""
         timeout = timedelta(seconds=timeout_seconds)
-        self._store = distributed.TCPStore(
+        self._store = _distributed.TCPStore(
             "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout
         )
         return Address(socket.gethostname(), self._store.port)
@@ -149,10 +153,6 @@ class Bridge(Actor):
     def scores(self, rewards: Sequence[float], groups: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Plain values as tensors: float32 and int64. One message for both; `torch.tensor` takes two and is slower."""
         return torch.tensor(rewards, dtype=torch.float32), torch.tensor(groups, dtype=torch.int64)
-
-    @endpoint
-    def touch(self, _: Tensor) -> None:
-        """Answer once the tensor has been computed here."""
 
     @endpoint
     def send(self, shipment: Shipment) -> None:
@@ -184,13 +184,11 @@ class Bridge(Actor):
             raise failure
 
     @endpoint
-    def receive(self, advantages: Tensor, shipment: Shipment) -> None:
-        """Receive this learner rank's rollouts and dock them with their advantages, float32 `[rollouts of the
-        batch]`.
+    def receive(self, shipment: Shipment) -> None:
+        """Receive this learner rank's rollouts into its dock.
 
         Raises:
-            ValueError: an advantage is not finite.
-            NotDocked: a replica could not send what the batch needs; the dock is left as it was.
+            NotDocked: a replica could not send its part.
         """
         assert self._link is not None
         data_rank = (self._rank - self._sources) // shipment.tensor_parallel
@@ -200,12 +198,9 @@ class Bridge(Actor):
         for replica, buffer in buffers.items():
             if not buffer[-1]:
                 raise NotDocked(f"generator replica {replica} could not send its part of {shipment.ticket}")
-        dock().put_batch(
-            shipment.ticket,
-            _batch(
-                shipment, data_rank, advantages, {r: (parts[r], buffer[:-1]) for r, buffer in buffers.items()}
-            ),
-        )
+        parts_received = {replica: (parts[replica], buffer[:-1]) for replica, buffer in buffers.items()}
+        batch = _batch(shipment, data_rank, _merge(shipment, data_rank, parts_received))
+        dock().put_batch(shipment.ticket, batch, shipment.order(data_rank))
 
     def _docked(self, shipment: Shipment, position: int) -> dict[str, Tensor]:
         rollout_id, tokens = shipment.rollout_ids[position], shipment.lengths[position]
@@ -221,41 +216,59 @@ def _size(shipment: Shipment, part: Sequence[int]) -> int:
     return sum(shipment.lengths[position] for position in part) * BYTES_PER_TOKEN + 1
 
 
-def _batch(
-    shipment: Shipment,
-    data_rank: int,
-    advantages: Tensor,
-    received: Mapping[int, tuple[Sequence[int], Tensor]],
-) -> DockedBatch:
-    """A data rank's share, put together from what each replica sent (positions, bytes)."""
-    order = shipment.order(data_rank)
-    lengths = [shipment.lengths[position] for position in order]
-    chosen = advantages.to(torch.float32)[torch.tensor(order, dtype=torch.int64)]
-    if not bool(chosen.isfinite().all()):
-        bad = [shipment.rollout_ids[order[i]] for i in (~chosen.isfinite()).nonzero().flatten().tolist()]
-        raise ValueError(f"advantages of rollouts {bad[:8]} are not finite")
-    columns = {column.name: torch.empty(0, dtype=column.dtype) for column in DOCKED}
+def _merge(
+    shipment: Shipment, data_rank: int, received: Mapping[int, tuple[Sequence[int], Tensor]]
+) -> dict[str, Tensor]:
+    """A data rank's columns, put together from what each replica sent (positions, bytes)."""
     if len(received) == 1:  # one replica sent all, in the right order
-        ((_, buffer),) = received.values()
-        columns = unpack(buffer, sum(lengths))
-    elif received:
-        pieces: dict[int, dict[str, Tensor]] = {}
-        for part, buffer in received.values():
-            sizes = [shipment.lengths[position] for position in part]
-            split = {name: values.split(sizes) for name, values in unpack(buffer, sum(sizes)).items()}
-            for i, position in enumerate(part):
-                pieces[position] = {name: values[i] for name, values in split.items()}
-        columns = {name: torch.cat([pieces[position][name] for position in order]) for name in columns}
+        ((part, buffer),) = received.values()
+        return unpack(buffer, sum(shipment.lengths[position] for position in part))
+    pieces: dict[int, dict[str, Tensor]] = {}
+    for part, buffer in received.values():
+        sizes = [shipment.lengths[position] for position in part]
+        split = {name: values.split(sizes) for name, values in unpack(buffer, sum(sizes)).items()}
+        for i, position in enumerate(part):
+            pieces[position] = {name: values[i] for name, values in split.items()}
+    order = shipment.order(data_rank)
+    return {
+        column.name: torch.cat(
+            [torch.empty(0, dtype=column.dtype), *(pieces[position][column.name] for position in order)]
+        )
+        for column in DOCKED
+    }
+
+
+def _batch(shipment: Shipment, data_rank: int, columns: dict[str, Tensor]) -> DockedBatch:
+    """A data rank's share, its advantages still to come."""
+    order = shipment.order(data_rank)
     microbatches, first = [], 0
     for microbatch in shipment.ranks[data_rank]:
         microbatches.append(list(range(first, first + len(microbatch))))
         first += len(microbatch)
     return DockedBatch(
         rollout_ids=[shipment.rollout_ids[position] for position in order],
-        lengths=lengths,
+        lengths=[shipment.lengths[position] for position in order],
         columns=columns,
-        advantages=chosen,
+        advantages=torch.full((len(order),), torch.nan),
         microbatches=microbatches,
         global_tokens=shipment.ticket.response_tokens,
         global_rollouts=shipment.ticket.rollouts,
     )
+
+
+def accept_advantages(advantages: Tensor, ticket: Ticket, count: int) -> str | None:
+    """Dock the advantages of a batch of `count` rollouts. Run by the tensor engine, after what they are made by.
+
+    Not an endpoint: an actor that is fed a tensor whose computation failed waits for it for ever.
+
+    Returns:
+        What is wrong with them. Not raised: an error in the tensor engine loses its type.
+    """
+    if advantages.shape != (count,):
+        return f"advantages came out as {list(advantages.shape)}, the batch has {count} rollouts"
+    advantages = advantages.to(torch.float32)
+    bad = (~advantages.isfinite()).nonzero().flatten().tolist()
+    if bad:
+        return f"advantages at positions {bad[:8]} of the batch's {count} are not finite"
+    dock().put_advantages(ticket, advantages)
+    return None

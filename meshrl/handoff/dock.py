@@ -7,8 +7,8 @@ id, on a learner rank whole batches by ticket. Thread-safe: every actor may run 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -108,7 +108,8 @@ class Dock:
         loss."""
         self._lock = threading.Lock()
         self._rollouts: dict[int, dict[str, Tensor]] = {}
-        self._batches: dict[Ticket | int, DockedBatch] = {}
+        self._batches: dict[Ticket | int, tuple[DockedBatch, Sequence[int] | None]] = {}
+        self._advantages: dict[Ticket | int, Tensor] = {}
         self._tokens = 0
 
     def put(self, rollout_id: int, columns: Mapping[str, Tensor]) -> None:
@@ -163,14 +164,25 @@ class Dock:
         """Bytes of rollout columns held."""
         return self._tokens * BYTES_PER_TOKEN
 
-    def put_batch(self, ticket: Ticket | int, batch: DockedBatch) -> None:
+    def put_batch(
+        self, ticket: Ticket | int, batch: DockedBatch, positions: Sequence[int] | None = None
+    ) -> None:
         """Hold a learner rank's share of a batch until `take_batch`.
 
-        A batch that was put before and never taken (its step failed or was skipped) makes room: a learner
-        trains on one batch at a time.
+        A batch that was put before and never taken (its step failed or was skipped) makes room: a learner trains
+        on one batch at a time.
+
+        Args:
+            positions: where its rollouts stand in the whole batch; their advantages are then those of
+                `put_advantages`. None: the batch has its own.
         """
         with self._lock:
-            self._batches = {ticket: batch}
+            self._batches = {ticket: (batch, positions)}
+
+    def put_advantages(self, ticket: Ticket | int, advantages: Tensor) -> None:
+        """Hold the advantages of a whole batch, float32 `[rollouts of all ranks]`, before or after `put_batch`."""
+        with self._lock:
+            self._advantages = {ticket: advantages}
 
     def take_batch(self, ticket: Ticket | int) -> DockedBatch:
         """Hand out the batch and forget it.
@@ -179,13 +191,16 @@ class Dock:
             NotDocked: it has not arrived, or was taken before.
         """
         with self._lock:
-            if ticket not in self._batches:
-                held = ", ".join(map(str, self._batches)) or "none"
-                raise NotDocked(
-                    f"{ticket} is not docked on this rank (held: {held}); await handoff(...) before "
-                    "the step, and use each ticket once"
-                )
-            return self._batches.pop(ticket)
+            batch, positions = self._batches.pop(ticket, (None, None))
+            advantages = self._advantages.pop(ticket, None)
+        if batch is not None and positions is not None:
+            index = torch.tensor(positions, dtype=torch.int64)
+            batch = None if advantages is None else replace(batch, advantages=advantages[index])
+        if batch is None:
+            raise NotDocked(
+                f"{ticket} is not docked on this rank: await handoff(...) before the step, and use each ticket once"
+            )
+        return batch
 
 
 def empty_columns(tokens: int) -> dict[str, Tensor]:

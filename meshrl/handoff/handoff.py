@@ -9,43 +9,45 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from monarch import remote
-from monarch.actor import ActorError, as_endpoint
+from monarch.actor import as_endpoint
 from monarch.common.tensor import Tensor as EngineTensor
+from monarch.mesh_controller import RemoteException
 from torch import Tensor
 
-from meshrl.handoff.collectives import Address, Backend, Bridge, Shipment
+from meshrl.handoff.collectives import Backend, Bridge, Shipment, accept_advantages
 from meshrl.handoff.dock import Ticket
+from meshrl.mesh import Replica, RoleMesh
 from meshrl.packing import assign
 from meshrl.rollout import RolloutGroup, RolloutHandle
+from meshrl.worker import RemoteError
 
-if TYPE_CHECKING:
-    from meshrl.session import RoleMesh
+CAUSE_SECONDS = 2.0
+"""After one end of a handoff failed, how long the others are given to say why."""
 
 _numbers = itertools.count(1)
+_accept = remote(accept_advantages, propagate=lambda advantages, ticket, count: None)
 
 
 class Handoff:
     """The way of rollouts from a generator mesh to a learner mesh.
 
     >>> handoff = await Handoff.connect(source=generator, target=learner)          # doctest: +SKIP
-    >>> with handoff.tensors():
-    ...     rewards, groups = handoff.rewards(batch.groups)
-    ...     advantages = group_relative(rewards, groups)
+    >>> rewards, groups = handoff.rewards(batch.groups)
+    >>> advantages = handoff.on_mesh(group_relative)(rewards, groups)
     >>> ticket = await handoff(batch.groups, advantages=advantages)
     >>> update = await learner.step(policy_loss(), ticket)
     """
 
     def __init__(
         self,
-        sources: Sequence[Any],
-        target: Any,
-        mesh: Any,
+        sources: Sequence[Replica],
+        target: Replica,
         *,
         data_parallel: int,
         tensor_parallel: int,
@@ -55,7 +57,6 @@ class Handoff:
         """Use `Handoff.connect`."""
         self._sources = sources
         self._target = target
-        self._mesh = mesh
         self.data_parallel = data_parallel
         self.tensor_parallel = tensor_parallel
         self.microbatch_tokens = microbatch_tokens
@@ -84,14 +85,13 @@ class Handoff:
                 innermost.
             data_parallel: None: all ranks that tensor parallelism leaves.
             microbatch_tokens: most tokens of a micro-batch; longer rollouts are dropped and named by the
-                ticket. None: a
-                rank's share is one micro-batch, whatever its size.
+                ticket. None: a rank's share is one micro-batch, whatever its size.
             deadline_seconds: longest wait of any one handoff.
             backend: "nccl" needs a GPU for each process of both meshes.
 
         Raises:
             ValueError: the meshes do not fit.
-            TimeoutError: the bridges did not find each other in time.
+            DeadlineError: the bridges did not find each other in time.
         """
         if len(target.replicas) != 1:
             raise ValueError(f"{target.name} has {len(target.replicas)} replicas: a handoff wants one")
@@ -106,37 +106,33 @@ class Handoff:
                 f"processes of {target.name}"
             )
         name = f"handoff_bridge_{next(_numbers)}"
-        sources = [replica.proc_mesh.spawn(name, Bridge) for replica in source.replicas]
-        mesh = target.replicas[0].proc_mesh
-        bridge = mesh.spawn(name, Bridge)
-        (address,) = await _answer(
-            sources[0].open_store.call(deadline_seconds), deadline_seconds, "the handoff's store to open"
+        sources = (await source.spawn_beside(Bridge, name)).replicas
+        bridge = (await target.spawn_beside(Bridge, name)).replicas[0]
+        opened = sources[0].actors.open_store.call(deadline_seconds)
+        ((address,),) = await _answers(
+            [(sources[0], opened)], deadline_seconds, "the handoff's store to open"
         )
-        assert isinstance(address, Address)
-        size = len(sources) + learners
-        settings = (len(sources), size, deadline_seconds, backend)
-        await _all(
-            [source.join.call(address, i, *settings) for i, source in enumerate(sources)]
-            + [bridge.join.call(address, len(sources), *settings)],
+        settings = (len(sources), len(sources) + learners, deadline_seconds, backend)
+        await _answers(
+            [
+                (end, end.actors.join.call(address, first, *settings))
+                for first, end in enumerate([*sources, bridge])
+            ],
             deadline_seconds,
-            f"{len(sources)} generator replicas and {learners} learner ranks to link up",
+            f"{source.name} and {target.name} to link up",
         )
         handoff = cls(
             sources,
             bridge,
-            mesh,
             data_parallel=data_parallel,
             tensor_parallel=tensor_parallel,
             microbatch_tokens=microbatch_tokens,
             deadline_seconds=deadline_seconds,
         )
-        # The first operation starts the engine; done here, a failure is a failure to connect and no step pays
-        # for it.
+        # The first operation starts the engine: done here, a failure is one of connecting, and no step pays for it.
         with handoff.tensors():
-            first = torch.zeros(1)
-        await _answer(
-            bridge.touch.call(first), deadline_seconds, "the tensor engine to start on the learners"
-        )
+            accepted = _accept.call(torch.zeros(0), Ticket(0, 0, 0, 0), 0)
+        await _answers([(bridge, accepted)], deadline_seconds, f"the tensor engine to start on {target.name}")
         return handoff
 
     @contextmanager
@@ -146,7 +142,7 @@ class Handoff:
         Tensors made here have shapes but no values on the controller: `.item()`, `.tolist()` and shapes that
         depend on data raise. Do not await within: the switch holds for the whole process.
         """
-        with self._mesh.activate():
+        with self._target.proc_mesh.activate():
             yield
 
     def on_mesh(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -196,8 +192,7 @@ class Handoff:
 
         Args:
             groups: taken from the buffer; columns stay in the generators' docks until released there. None at
-                all gives a
-                ticket for an empty batch, which learners skip.
+                all gives a ticket for an empty batch, which learners skip.
             advantages: float `[rollouts]` in the order of the groups: a tensor of the learner mesh, or plain
                 values.
 
@@ -206,8 +201,10 @@ class Handoff:
 
         Raises:
             ValueError: advantages of another length, or not finite.
+            RemoteError: the tensor code that makes the advantages failed on the learner mesh.
             NotDocked: a rollout is not where its handle says.
-            TimeoutError: a rank did not answer in `deadline_seconds`.
+            WorkerDied: a process of either mesh is gone.
+            DeadlineError: a rank did not answer in `deadline_seconds`.
         """
         shipment = plan_shipment(
             groups, next(_numbers), self.data_parallel, self.tensor_parallel, self.microbatch_tokens
@@ -220,18 +217,25 @@ class Handoff:
             values = advantages.tolist() if isinstance(advantages, Tensor) else list(advantages)
             advantages, _ = self._scores(values, [])
         holders = sorted({shipment.replicas[p] for rank in shipment.ranks for part in rank for p in part})
-        await _all(
-            [self._sources[replica].send.call(shipment) for replica in holders]
-            + [self._target.receive.call(advantages, shipment)],
+        sources = [self._sources[replica] for replica in holders]
+        bridge, ticket = self._target, shipment.ticket
+        with self.tensors():
+            accepted = _accept.call(advantages, ticket, count)
+        refusals, *_ = await _answers(
+            [(bridge, accepted)]
+            + [(source, source.actors.send.call(shipment)) for source in sources]
+            + [(bridge, bridge.actors.receive.call(shipment))],
             self.deadline_seconds,
-            f"batch {shipment.ticket.number} from generator replicas {holders} to arrive at the learners",
+            f"{ticket} to arrive from generator replicas {holders}",
         )
-        return shipment.ticket
+        for refusal in filter(None, refusals):
+            raise ValueError(refusal)
+        return ticket
 
     def _scores(self, rewards: Sequence[float], groups: Sequence[int]) -> tuple[Tensor, Tensor]:
         shapes = len(rewards), len(groups)
         scores = as_endpoint(
-            self._target.scores,
+            self._target.actors.scores,
             propagate=lambda: (torch.empty(shapes[0]), torch.empty(shapes[1], dtype=torch.int64)),
         )
         with self.tensors():
@@ -269,23 +273,30 @@ def plan_shipment(
     )
 
 
-async def _answer(future: Awaitable[Any], deadline_seconds: float, what: str) -> list[Any]:
-    """The answers of every rank of one call, with errors as they were raised."""
+async def _answers(
+    calls: Sequence[tuple[Replica, Any]], deadline_seconds: float, what: str
+) -> list[list[Any]]:
+    """Answers of each call's ranks. Of several failures the one that comes first in `calls` is raised.
+
+    Waits for: every call, or one failure and, a moment longer, the others: where one end of the link fails, so does the
+    other, and the cause is worth more than the consequence.
+    """
+    tasks = [
+        asyncio.ensure_future(replica.processes.answer(future, deadline_seconds, what))
+        for replica, future in calls
+    ]
     try:
-        answers = await asyncio.wait_for(_awaited(future), deadline_seconds)
-    except TimeoutError:
-        raise TimeoutError(f"waited {deadline_seconds:g} s for {what}") from None
-    except ActorError as error:
-        if isinstance(error.exception, Exception):
-            raise error.exception from error
-        raise
-    return [value for _, value in answers]
-
-
-async def _all(futures: Sequence[Awaitable[Any]], deadline_seconds: float, what: str) -> None:
-    """Wait for several calls; the first failure is raised."""
-    await asyncio.gather(*(_answer(future, deadline_seconds, what) for future in futures))
-
-
-async def _awaited(future: Awaitable[Any]) -> Any:
-    return await future
+        _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if waiting:
+            await asyncio.wait(waiting, timeout=CAUSE_SECONDS)
+        for task in tasks:
+            if task.done():
+                task.result()
+        return [[value for _, value in task.result()] for task in tasks]
+    except RemoteException as error:
+        raise RemoteError(
+            f"tensor code of the program failed on rank {error.rank} of the learner mesh:\n{error}"
+        ) from None
+    finally:
+        for task in tasks:
+            task.cancel()
