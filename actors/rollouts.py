@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from meshrl.actors.generator import Finished
 from meshrl.buffer import RolloutBuffer
+from meshrl.errors import UserError
 from meshrl.processes import Processes
 from meshrl.rollout import GroupRequest, RolloutGroup, RolloutHandle, SamplingParams, Split, Task
 from meshrl.session import RoleMesh
@@ -42,6 +43,16 @@ class RolloutsConfig:
     """Steps that generation may run ahead (S). 0: synchronous, exactly on-policy, reproducible."""
     deadline_seconds: float = 600.0
     """Longest wait for a batch or an evaluation before it is an error."""
+
+    def __post_init__(self) -> None:
+        if self.prompts_per_step < 1:
+            raise UserError(f"prompts_per_step is {self.prompts_per_step}: a batch needs at least 1 prompt")
+        if self.group_size < 2:
+            raise UserError(
+                f"group_size is {self.group_size}: a rollout is compared with its group, so 2 or more"
+            )
+        if self.max_staleness < 0:
+            raise UserError(f"max_staleness is {self.max_staleness}: 0 is synchronous, less is impossible")
 
 
 @dataclass(frozen=True)

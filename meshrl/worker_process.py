@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import warnings
 
 
 def main() -> None:
@@ -27,6 +28,12 @@ def main() -> None:
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     output.close()
+    # Of two libraries that use each other's old names: nothing that a user could do.
+    for message in (
+        "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+        "To get the last learning rate computed",
+    ):
+        warnings.filterwarnings("ignore", message)
     faulthandler.enable(2)  # a crash in native code tells where
     runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)
 

@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import importlib.metadata
 import os
+import shutil
 import signal
 import sys
 import time
@@ -155,6 +156,8 @@ async def _drive(program: Program, config: Any, directory: Path | None, show_tra
         print(f"stopped {_where(run)}; metrics and rollouts so far: {shown(directory)}", file=sys.stderr)
         return STOPPED
     if isinstance(error, UserError):
+        if not run.history:
+            _discard(directory)
         return _report_bad_input(error, show_traceback)
     if error is not None:
         return _report_failure(error, run, show_traceback)
@@ -213,6 +216,12 @@ def _report_bad_input(error: UserError, show_traceback: bool) -> int:
         traceback.print_exception(error)
     print(f"error: {error}", file=sys.stderr)
     return BAD_INPUT
+
+
+def _discard(directory: Path) -> None:
+    """Remove the folder of a run that never began, unless something is in it besides its config."""
+    if {path.name for path in directory.iterdir()} <= {"config.json", "tensorboard", "metrics.jsonl"}:
+        shutil.rmtree(directory)
 
 
 def _report_failure(error: Exception, run: Run, show_traceback: bool) -> int:

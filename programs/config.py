@@ -10,6 +10,7 @@ from meshrl.actors.learner import LearnerConfig
 from meshrl.actors.models import ModelConfig
 from meshrl.actors.reward import RewardConfig
 from meshrl.actors.rollouts import Rollouts, RolloutsConfig
+from meshrl.errors import UserError
 from meshrl.rollout import SamplingParams
 
 
@@ -23,6 +24,11 @@ class MeshSizes:
     """Learner processes; they share one model by FSDP and tensor parallelism."""
     reward: int = 1
     """Reward processes."""
+
+    def __post_init__(self) -> None:
+        for role, size in vars(self).items():
+            if size < 1:
+                raise UserError(f"meshes.{role} is {size}: each role needs at least 1 process")
 
 
 @dataclass(frozen=True)
