@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshrl.actors.models import ModelConfig, architecture, build_model, prepare_torchtitan, titan_config
@@ -55,7 +56,7 @@ class Trainer:
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
-        store: dist.Store | None = None,
+        store: Store | None = None,
     ) -> None:
         """Build this rank's part; the weights are the same for any number of ranks.
 
@@ -95,7 +96,7 @@ class Trainer:
 
             self.load_weights(load_hugging_face(config.initial_weights, model, vocab_size))
         # The head runs on trained tokens only, after the rest.
-        self.model._skip_lm_head = True
+        self.model._skip_lm_head = True  # pyright: ignore[reportArgumentType]
         self.model.train()
         self.reset_optimizer(config.optimizer)
 
@@ -177,8 +178,8 @@ class Trainer:
         if not supervised:
             metrics["logprob_difference_max"] = self._largest(largest)
         metrics |= {
-            "gradient_norm": norm,
-            "learning_rate": learning_rate,
+            "gradient_norm": float(norm),
+            "learning_rate": float(learning_rate),
             "tokens": float(batch.global_tokens),
             "rollouts": float(batch.global_rollouts),
             "skipped": 0.0,
@@ -254,13 +255,13 @@ class Trainer:
             for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
                 group["lr"] = rate
 
-    def _sharded_model(self, store: dist.Store | None) -> nn.Module:
+    def _sharded_model(self, store: Store | None) -> nn.Module:
         """FSDP2 and tensor parallelism around a model without values."""
         config = self.config
         if not dist.is_initialized():
             dist.init_process_group(
                 "nccl" if self.device.type == "cuda" else "gloo",
-                store=store or dist.HashStore(),
+                store=store or HashStore(),
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=datetime.timedelta(seconds=config.collective_timeout_seconds),
@@ -314,7 +315,9 @@ class Trainer:
         predicted = trained if some else torch.zeros(1, dtype=torch.int64, device=self.device)
         hidden = self.model(tokens[None], positions=documents.positions, attention_masks=documents)
         # The logits that predict a token are those of the token before it.
-        logits = self.model.lm_head(_select(hidden, (predicted - 1).clamp(min=0)))
+        logits = self.model.lm_head(  # pyright: ignore[reportCallIssue]
+            _select(hidden, (predicted - 1).clamp(min=0))
+        )
         logprobs, entropy = token_logprobs(logits.squeeze(0), tokens[predicted], temperature)
         inputs = LossInputs(
             logprobs=logprobs,

@@ -24,12 +24,12 @@ class ShowsGradients(Learner):
         trainer, kept = self._trainer, {}
         optimizer_step = trainer.optimizer.step
 
-        def keep(closure: None = None) -> None:
+        def keep() -> None:
             for name, parameter in trainer.model.named_parameters():
                 assert parameter.grad is not None, name
                 kept[name] = _whole(parameter.grad).clone()
 
-        trainer.optimizer.step = keep
+        trainer.optimizer.step = keep  # pyright: ignore[reportAttributeAccessIssue]
         try:
             update = self._supervised(loss, indices)
         finally:
