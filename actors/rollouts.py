@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from meshrl.actors.generator import Finished
 from meshrl.buffer import RolloutBuffer
 from meshrl.errors import UserError
+from meshrl.handoff.dock import Ticket
 from meshrl.processes import Processes
 from meshrl.rollout import GroupRequest, RolloutGroup, RolloutHandle, SamplingParams, Split, Task
 from meshrl.session import RoleMesh
@@ -73,8 +74,13 @@ class Batch:
     def rollouts(self) -> tuple[RolloutHandle, ...]:
         return tuple(rollout for group in self.groups for rollout in group.rollouts)
 
-    def metrics(self, version: int) -> dict[str, float]:
-        """Means over all rollouts taken; `version` is that of the weights about to be trained."""
+    def metrics(self, version: int, ticket: Ticket) -> dict[str, float]:
+        """Means over all rollouts taken, and what was dropped.
+
+        Args:
+            version: of the weights that the batch trains.
+            ticket: of its handoff, which names rollouts that are too long for a micro-batch.
+        """
         rollouts = [rollout for group in self.taken for rollout in group.rollouts]
         graded = [rollout.reward for rollout in rollouts if rollout.reward is not None]
         count = max(len(rollouts), 1)
@@ -87,6 +93,7 @@ class Batch:
             "staleness_mean": sum(version - r.oldest_version for r in rollouts) / count,
             "staleness_max": max((version - r.oldest_version for r in rollouts), default=0),
             "groups_trained": len(self.groups),
+            "rollouts_too_long": len(ticket.dropped),
             **{f"dropped_{reason.replace(' ', '_')}": n for reason, n in self.dropped.items()},
         }
 

@@ -54,7 +54,7 @@ async def grpo(session: Session, config: GRPOConfig) -> AsyncIterator[StepReport
 
             update = await learner.step(policy_loss(clip=config.clip), ticket)
             time.rest("train")
-            metrics = {**batch.metrics(weights.version), **update.metrics}
+            metrics = {**batch.metrics(weights.version, ticket), **update.metrics}
             await weights.broadcast()
             time.rest("weights")
 

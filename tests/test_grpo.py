@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,3 +149,18 @@ def test_supervised_program_lowers_the_loss(tmp_path: Path) -> None:
     )
     reports = run(config, tmp_path / "run", program=sft)  # pyright: ignore[reportArgumentType]
     assert reports[-1].metrics["loss"] < 0.8 * reports[0].metrics["loss"]
+
+
+def test_what_passes_through_the_controller_does_not_grow_with_tokens() -> None:
+    def measure(max_tokens: int) -> dict[str, float]:
+        script = Path(__file__).with_name("controller_bytes.py")
+        done = subprocess.run(
+            [sys.executable, script, str(max_tokens)], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    short, long = measure(2), measure(32)
+    assert long["tokens"] > 5 * short["tokens"]
+    # A longer batch may be told of in up to three more polls (four groups); its tokens alone would be 7 kB.
+    assert long["bytes"] < 1.6 * short["bytes"] < 10_000
