@@ -153,6 +153,11 @@ class Rollouts:
         if self._failure is None:
             await self._generator.call("abandon", deadline_seconds=10)
 
+    @property
+    def heldout_size(self) -> int:
+        """Prompts that the task keeps out of training."""
+        return self._task.heldout_size
+
     async def take(self) -> Batch:
         """The next batch, its failed groups dropped. Waits for: P finished groups."""
         await self._admit()

@@ -46,8 +46,8 @@ class EvaluationConfig:
         return step == last or (self.every > 0 and step % self.every == 0)
 
     async def run(self, rollouts: Rollouts) -> dict[str, float]:
-        """`heldout_accuracy` at temperature 1, and `heldout_accuracy_greedy`; nothing where `prompts` is 0."""
-        if self.prompts == 0:
+        """`heldout_accuracy` at temperature 1, and `heldout_accuracy_greedy`; nothing where there are no prompts."""
+        if min(self.prompts, rollouts.heldout_size) == 0:
             return {}
         metrics = {"heldout_accuracy": await rollouts.evaluate(self.prompts, temperature=1.0)}
         if self.greedy:
