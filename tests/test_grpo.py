@@ -71,6 +71,8 @@ def test_run_directory_holds_config_metrics_and_every_rollout(
     assert sum(row["advantage"] is not None for row in table) == trained
     for row in table:
         assert len(row["token_ids"]) == len(row["sampler_logprobs"]) == len(row["weight_versions"])
+        # 0 is the end token, and the padding too: the first one belongs to the response.
+        assert (row["token_ids"][-1] == 0) == (row["stop_reason"] == "stop")
         assert row["reward"] == float(
             row["stop_reason"] == "stop" and row["response"].removesuffix("$") == row["answer"]
         )
@@ -115,6 +117,8 @@ def test_reward_that_fails_on_some_is_counted_and_never_zero(tmp_path: Path) -> 
         tmp_path / "run",
     )
     assert sum(report.metrics.get("dropped_reward_failed", 0) for report in reports[1:]) > 0
+    # An untrained policy samples entries that decoding and encoding again would change: training saw the sampled ids.
+    assert all(report.metrics["logprob_difference_max"] <= 1e-5 for report in reports[1:])
     for row in parquet.read_table(tmp_path / "run" / "rollouts").to_pylist():
         if row["reward"] is None:
             assert row["reward_error"] and row["advantage"] is None
