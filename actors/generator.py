@@ -161,7 +161,7 @@ class Generator(ReceivesWeights, Worker):
         groups = tuple(group for _, group in self._finished)
         answer = Finished(groups, self._finished_number, self._generate_seconds, self._reward_seconds)
         self._generate_seconds = self._reward_seconds = 0.0
-        return answer
+        return parcel(answer)
 
     @endpoint
     async def abandon(self) -> None:

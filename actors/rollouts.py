@@ -20,6 +20,7 @@ from meshrl.actors.generator import Finished
 from meshrl.buffer import RolloutBuffer
 from meshrl.errors import UserError
 from meshrl.handoff.dock import Ticket
+from meshrl.parcel import parcel
 from meshrl.processes import Processes
 from meshrl.rollout import GroupRequest, RolloutGroup, RolloutHandle, SamplingParams, Split, Task
 from meshrl.session import RoleMesh
@@ -255,7 +256,7 @@ class Rollouts:
             by_replica.setdefault(replica, []).append(request)
         await asyncio.gather(
             *(
-                self._generator.call_rank("submit", part, replica=replica, deadline_seconds=60)
+                self._generator.call_rank("submit", parcel(part), replica=replica, deadline_seconds=60)
                 for replica, part in by_replica.items()
             )
         )

@@ -67,7 +67,7 @@ class Stopwatch:
 
 
 class Sink(Protocol):
-    """Where reports go. A report has left the process when `write` returns: a kill loses none."""
+    """Where reports go."""
 
     def write(self, report: StepReport) -> None: ...
 
@@ -75,7 +75,8 @@ class Sink(Protocol):
 
 
 class JSONLSink:
-    """One JSON object per step: `{"step": 3, "metrics": {…}, "seconds": {…}}`."""
+    """One JSON object per step: `{"step": 3, "metrics": {…}, "seconds": {…}}`. A report has left the process when
+    `write` returns: a kill loses none."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -94,7 +95,8 @@ class TensorBoardSink:
     def __init__(self, directory: Path) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter  # imports torch: only where a run writes
 
-        self._writer = SummaryWriter(str(directory))
+        # Written out every few seconds: metrics.jsonl is the record that a kill never shortens.
+        self._writer = SummaryWriter(str(directory), flush_secs=5)
 
     def write(self, report: StepReport) -> None:
         for group, values in (("metrics", report.metrics), ("seconds", report.seconds)):
@@ -102,7 +104,6 @@ class TensorBoardSink:
                 self._writer.add_scalar(f"{group}/{name}", value, report.step)
         if report.samples:
             self._writer.add_text("samples", "\n\n".join(f"`{line}`" for line in report.samples), report.step)
-        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
