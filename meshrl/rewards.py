@@ -120,8 +120,8 @@ def _load_file(name: str, path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Modules beside the file can be imported, and its classes can be pickled. Last in line: a file named like a module of
-    # some library must not take its place, here or in the workers.
+    # Modules beside the file can be imported, and its classes can be pickled. Last in line: a file named like a
+    # module of some library must not take its place, here or in the workers.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     sys.modules[module_name] = module
