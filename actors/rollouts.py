@@ -13,8 +13,9 @@ import hashlib
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from meshrl.actors.generator import Finished
 from meshrl.buffer import RolloutBuffer
@@ -320,7 +321,7 @@ class Rollouts:
         self._failure = self._failure or processes.death.exception()
         self._news.set()
 
-    async def _until(self, done, what: str) -> None:
+    async def _until(self, done: Callable[[], bool], what: str) -> None:
         """Wait until `done()`. A failed generator ends the wait with its error, the deadline with what is missing."""
         try:
             async with asyncio.timeout(self.config.deadline_seconds):
@@ -348,9 +349,14 @@ def _prompt_index(position: int, size: int | None, seed: int) -> int:
     if size is None:
         return position
     epoch, offset = divmod(position, size)
+    return _epoch_order(size, seed, epoch)[offset]
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(size: int, seed: int, epoch: int) -> list[int]:
     order = list(range(size))
     random.Random(f"{seed} epoch {epoch}").shuffle(order)
-    return order[offset]
+    return order
 
 
 def _spread(group: RolloutGroup) -> float:
