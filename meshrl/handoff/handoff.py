@@ -25,7 +25,7 @@ from meshrl.handoff.dock import Ticket
 from meshrl.mesh import Replica, RoleMesh
 from meshrl.packing import assign
 from meshrl.rollout import RolloutGroup, RolloutHandle
-from meshrl.worker import RemoteError
+from meshrl.worker import RemoteError, WorkerDied
 
 CAUSE_SECONDS = 2.0
 """After one end of a handoff failed, how long the others are given to say why."""
@@ -276,7 +276,7 @@ def plan_shipment(
 async def _answers(
     calls: Sequence[tuple[Replica, Any]], deadline_seconds: float, what: str
 ) -> list[list[Any]]:
-    """Answers of each call's ranks. Of several failures the one that comes first in `calls` is raised.
+    """Answers of each call's ranks. Of several failures a `WorkerDied` is raised, else the first in `calls`.
 
     Waits for: every call, or one failure and, a moment longer, the others: where one end of the link fails, so does the
     other, and the cause is worth more than the consequence.
@@ -289,9 +289,10 @@ async def _answers(
         _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if waiting:
             await asyncio.wait(waiting, timeout=CAUSE_SECONDS)
-        for task in tasks:
-            if task.done():
-                task.result()
+        failures = [error for task in tasks if task.done() and (error := task.exception()) is not None]
+        # A dead process is the cause of whatever its peers complain about.
+        for error in sorted(failures, key=lambda error: not isinstance(error, WorkerDied)):
+            raise error
         return [[value for _, value in task.result()] for task in tasks]
     except RemoteException as error:
         raise RemoteError(
