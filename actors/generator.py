@@ -101,7 +101,7 @@ class Generator(ReceivesWeights, Worker):
         self._rewards: itertools.cycle[Any] | None = None
         self._failure: BaseException | None = None
         self._generate_seconds = self._reward_seconds = 0.0
-        self._grading = 0
+        self._idle_since: float | None = None
         self._work = asyncio.Event()
         self._news = asyncio.Event()
         self._decode_thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
@@ -194,21 +194,12 @@ class Generator(ReceivesWeights, Worker):
         """Readable lines of rollouts that are still docked here, for a person to look at."""
         return [self._records[i].line() for i in rollout_ids if i in self._records]
 
-    @endpoint
-    async def version(self) -> int | None:
-        """Weight version in use; None before the first broadcast."""
-        return self._version
-
     async def swap_weights(self, named: Mapping[str, torch.Tensor], version: int) -> None:
         """Use these weights from the next decode step on; returns when they are in use."""
         swapped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._new_weights.append((named, version, swapped))
         self._work.set()
         await swapped
-
-    def generator_model(self) -> tuple[ModelConfig, int]:
-        """Model and vocabulary whose weights this replica needs."""
-        return self._setup.model, self._tokenizer.vocab_size
 
     async def _drive(self) -> None:
         """Step the engine while it has work. Waits for: `submit` or `swap_weights`."""
@@ -223,8 +214,10 @@ class Generator(ReceivesWeights, Worker):
                         swapped.set_result(None)
                 if self._engine.idle:
                     self._work.clear()
+                    self._idle_since = self._idle_since or time.perf_counter()
                     await self._work.wait()
                     continue
+                self._idle_since = None
                 started = time.perf_counter()
                 samples = await loop.run_in_executor(self._decode_thread, self._engine.step)
                 self._generate_seconds += time.perf_counter() - started
@@ -254,18 +247,13 @@ class Generator(ReceivesWeights, Worker):
             rollouts = [rollout for part in docked for rollout in part]
             assert self._rewards is not None
             started = time.perf_counter()
-            self._grading += 1
-            try:
-                grades = await call(
-                    next(self._rewards),
-                    "grade",
-                    parcel(rollouts),
-                    deadline_seconds=self._setup.config.reward_deadline_seconds,
-                )
-            finally:
-                self._grading -= 1
-                if self._engine.idle and not self._grading:
-                    self._reward_seconds += time.perf_counter() - started
+            grades = await call(
+                next(self._rewards),
+                "grade",
+                parcel(rollouts),
+                deadline_seconds=self._setup.config.reward_deadline_seconds,
+            )
+            self._count_grading(started)
             answers = iter(grades)
             for group, part in zip(groups, docked, strict=True):
                 self._finished_number += 1
@@ -274,6 +262,13 @@ class Generator(ReceivesWeights, Worker):
             self._news.set()
         except Exception as error:
             self._fail(error)
+
+    def _count_grading(self, started: float) -> None:
+        """Count the part of a call since `started` in which the engine stood still; overlapping calls once."""
+        if self._idle_since is not None:
+            now = time.perf_counter()
+            self._reward_seconds += now - max(started, self._idle_since)
+            self._idle_since = now
 
     def _dock(self, groups: Sequence[_Group]) -> list[list[Rollout]]:
         """Dock the columns over prompt and response, `[tokens]` each; returns the texts for the reward, by group.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ class Learner(PublishesWeights, Worker):
     @endpoint
     async def open_store(self, timeout_seconds: float = 60.0) -> tuple[str, int]:
         """On rank 0: open the store at a free port, and say where."""
-        host = os.environ.get("MESHRL_HOST", "127.0.0.1")
+        host = "127.0.0.1"  # all ranks of a learner are on one host so far
         self._store = TCPStore(
             host,
             0,

@@ -24,7 +24,7 @@ from meshrl.handoff.dock import Ticket
 from meshrl.parcel import parcel
 from meshrl.processes import Processes
 from meshrl.rollout import GroupRequest, RolloutGroup, RolloutHandle, SamplingParams, Split, Task
-from meshrl.session import RoleMesh
+from meshrl.session import DeadlineError, RoleMesh
 
 _group_ids = itertools.count()
 _rollout_ids = itertools.count()
@@ -66,7 +66,7 @@ class Batch:
     taken: tuple[RolloutGroup, ...]
     """All groups that the batch started with."""
     generate_seconds: float
-    """Time that engines spent on decode steps since the batch before (the slowest replica)."""
+    """Time that engines spent on steps since the batch before, evaluations aside (the slowest replica)."""
     reward_seconds: float
     """Time that engines stood still because groups were being graded (the slowest replica)."""
     dropped: Mapping[str, int] = field(default_factory=dict)
@@ -212,8 +212,11 @@ class Rollouts:
         requests = [self._request("heldout", index, 1, sampling, "evaluation") for index in range(count)]
         loop = asyncio.get_running_loop()
         waiting = [self._evaluations.setdefault(r.group_id, loop.create_future()) for r in requests]
+        of_training = list(self._generate_seconds), list(self._reward_seconds)
         await self._submit(requests)
         await self._until(lambda: all(future.done() for future in waiting), f"{count} evaluated responses")
+        # What engines did meanwhile belongs to no training step.
+        self._generate_seconds, self._reward_seconds = of_training
         groups = [future.result() for future in waiting]
         await self._forget(groups, {}, step=0, record=False)
         return sum((group.rewards[0] or 0) >= 1 for group in groups) / max(count, 1)
@@ -323,16 +326,19 @@ class Rollouts:
 
     async def _until(self, done: Callable[[], bool], what: str) -> None:
         """Wait until `done()`. A failed generator ends the wait with its error, the deadline with what is missing."""
+        limit = asyncio.timeout(self.config.deadline_seconds)
         try:
-            async with asyncio.timeout(self.config.deadline_seconds):
+            async with limit:
                 while not done():
                     if self._failure is not None:
                         raise self._failure
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
+            if not limit.expired():  # the failure was a deadline of its own, which says more
+                raise
             busy = {r: n for r, n in enumerate(self._load) if n}
-            raise TimeoutError(
+            raise DeadlineError(
                 f"waited {self.config.deadline_seconds:g} s for {what}; rollouts outstanding by generator replica: "
                 f"{busy}; {self.buffer}"
             ) from None

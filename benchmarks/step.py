@@ -42,8 +42,8 @@ class StepBenchmark:
     """One case each."""
     meshes: MeshSizes = MeshSizes()
     """Processes of each role."""
-    warm_up_steps: int = 300
-    """Supervised steps first, cached, so that responses have the length of the demo's."""
+    warm_up_steps: int = 600
+    """Most supervised steps first, as in the demo, cached; 0: none."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object per row in place of the table."""
 

@@ -105,8 +105,13 @@ def _required_packages() -> Iterator[Finding]:
 
 def _optional_packages() -> Iterator[Finding]:
     for label, packages, modules, use in (
-        ("SGLang", ["sglang"], ["sglang"], "to generate with SGLang: pip install 'meshrl[sglang]' (CUDA)"),
-        ("NIXL", ["nixl-cu12", "nixl-cu13"], ["nixl_cu12", "nixl_cu13"], "pip install 'meshrl[nixl]'"),
+        ("SGLang", ["sglang"], ["sglang"], "not needed: meshrl does not generate with it yet"),
+        (
+            "NIXL",
+            ["nixl-cu12", "nixl-cu13"],
+            ["nixl_cu12", "nixl_cu13"],
+            "not needed: weights do not travel by it yet",
+        ),
         (
             "Transformers",
             ["transformers"],

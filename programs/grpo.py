@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from meshrl.actors.learner import LearnerConfig, OptimizerConfig
 from meshrl.advantages import group_relative
+from meshrl.errors import UserError
 from meshrl.losses import policy_loss
 from meshrl.metrics import StepReport, Stopwatch
 from meshrl.programs.config import ProgramConfig
@@ -30,6 +31,13 @@ class GRPOConfig(ProgramConfig):
         )
     )
     warm_up: WarmUpConfig = field(default_factory=WarmUpConfig)
+
+    def __post_init__(self) -> None:
+        if self.sampling.temperature <= 0:
+            raise UserError(
+                f"sampling.temperature is {self.sampling.temperature:g}: training needs samples of one prompt to "
+                "differ, so above 0 (held-out prompts are answered greedily as well)"
+            )
 
 
 async def grpo(session: Session, config: GRPOConfig) -> AsyncIterator[StepReport]:

@@ -39,7 +39,10 @@ class WarmUpConfig:
 
 @dataclass(frozen=True)
 class SFTConfig(ProgramConfig):
-    """Supervised fine-tuning on a task's answers, with held-out accuracy by generation."""
+    """Supervised fine-tuning on a task's answers, with held-out accuracy by generation.
+
+    How often that is measured is `train.check_every`; `evaluation.every`, `samples` and `samples_every` have no effect.
+    """
 
     train: WarmUpConfig = field(default_factory=lambda: WarmUpConfig(cache=False, until_accuracy=2.0))
 

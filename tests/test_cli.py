@@ -87,6 +87,7 @@ def test_help_documents_every_field(tmp_path: Path) -> None:
         (["run", "grpo", "--sampling.max-tokens", "400"], "the context of 256 tokens"),
         (["run", "grpo", "--rollouts.group-size", "1"], "group_size is 1"),
         (["run", "grpo", "--meshes.learner", "0"], "meshes.learner is 0"),
+        (["run", "grpo", "--sampling.temperature", "0"], "sampling.temperature is 0"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
@@ -136,5 +137,7 @@ def test_doctor_tells_versions_transports_and_what_to_do(tmp_path: Path) -> None
         findings
     )
     assert findings["weights travel by"]["value"] == "memfd"
-    assert "meshrl[sglang]" in findings["SGLang"]["advice"] or findings["SGLang"]["state"] == "ok"
+    assert (
+        findings["SGLang"]["state"] == "ok" or "does not generate with it yet" in findings["SGLang"]["advice"]
+    )
     assert "Monarch" in meshrl("doctor", cwd=tmp_path).stdout

@@ -2,10 +2,80 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.actors.rollouts import _prompt_index, sample_seed
+from meshrl.actors.generator import Finished
+from meshrl.actors.rollouts import Rollouts, RolloutsConfig, _prompt_index, sample_seed
+from meshrl.programs.tasks import ArithmeticTask
+from meshrl.rollout import GroupRequest, RolloutGroup, RolloutHandle, SamplingParams
+from meshrl.session import DeadlineError
+
+
+class AtOnce:
+    """Stands for a generator mesh of one replica, which takes a second for each group on a clock of its own."""
+
+    replicas = (None,)
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.failure, self.groups, self.done = failure, [], asyncio.Event()
+
+    async def call(self, endpoint: str, **_: Any) -> None:
+        assert endpoint == "abandon"
+
+    async def call_rank(self, endpoint: str, *arguments: Any, **_: Any) -> Any:
+        if endpoint == "submit":
+            self.groups += [self._finish(request) for request in arguments[0]._value]  # of the parcel
+            self.done.set()
+        elif endpoint == "finished":
+            await self.done.wait()
+            self.done.clear()
+            if self.failure is not None:
+                raise self.failure
+            groups, self.groups = self.groups, []
+            return Finished(tuple(groups), 0, generate_seconds=len(groups), reward_seconds=0.5)
+        return None
+
+    @staticmethod
+    def _finish(request: GroupRequest) -> RolloutGroup:
+        handles = [
+            RolloutHandle(id, request.group_id, 0, 6, 4, 1, 1, "stop", seed, reward=float(id % 2))
+            for id, seed in zip(request.rollout_ids, request.seeds, strict=True)
+        ]
+        return RolloutGroup(request.group_id, request.prompt_index, tuple(handles))
+
+
+def rollouts(generator: AtOnce) -> Rollouts:
+    config = RolloutsConfig(prompts_per_step=3, group_size=2)
+    return Rollouts(generator, ArithmeticTask(), SamplingParams(), config)  # pyright: ignore[reportArgumentType]
+
+
+def test_an_evaluation_is_charged_to_no_training_step() -> None:
+    async def drive() -> Sequence[float]:
+        async with rollouts(AtOnce()) as source:
+            first = await source.take()
+            assert await source.evaluate(10) == 0.5
+            await source.release(first, {}, 1)
+            second = await source.take()
+            return first.generate_seconds, second.generate_seconds, second.reward_seconds
+
+    assert asyncio.run(drive()) == (3, 3, 0.5)
+
+
+def test_a_failure_of_a_generator_surfaces_as_it_is_a_deadline_too() -> None:
+    async def drive(failure: Exception) -> None:
+        async with rollouts(AtOnce(failure)) as source:
+            await source.take()
+
+    for failure in (DeadlineError("waited 7 s for the grader"), LookupError("lost")):
+        with pytest.raises(type(failure)) as raised:
+            asyncio.run(drive(failure))
+        assert raised.value is failure
 
 
 def test_no_two_samples_share_a_seed() -> None:
