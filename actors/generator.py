@@ -29,7 +29,7 @@ from meshrl.handoff.dock import dock
 from meshrl.parcel import parcel
 from meshrl.rewards import Grade
 from meshrl.rollout import GroupRequest, Prompt, Rollout, RolloutGroup, RolloutHandle, Task
-from meshrl.weights.broadcast import ReceivesWeights
+from meshrl.weights.workers import ReceivesWeights
 from meshrl.worker import Worker, call, endpoint
 
 

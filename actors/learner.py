@@ -18,7 +18,7 @@ from meshrl.actors.training import LearnerConfig, OptimizerConfig, Update, super
 from meshrl.handoff.dock import Ticket, dock
 from meshrl.losses import Loss
 from meshrl.rollout import Task
-from meshrl.weights.broadcast import PublishesWeights
+from meshrl.weights.workers import PublishesWeights
 from meshrl.worker import Worker, endpoint
 
 if TYPE_CHECKING:

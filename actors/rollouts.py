@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -139,6 +139,7 @@ class Rollouts:
         self._news = asyncio.Event()
         self._failure: BaseException | None = None
         self._listeners: list[asyncio.Task[None]] = []
+        self._releases: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Rollouts:
         self._listeners = [
@@ -149,6 +150,10 @@ class Rollouts:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self._failure is None:
+            await asyncio.gather(*self._releases, return_exceptions=True)
+        for release in self._releases:
+            release.cancel()
         for listener in self._listeners:
             listener.cancel()
         await asyncio.gather(*self._listeners, return_exceptions=True)
@@ -161,7 +166,10 @@ class Rollouts:
         return self._task.heldout_size
 
     async def take(self) -> Batch:
-        """The next batch, its failed groups dropped. Waits for: P finished groups."""
+        """The next batch, its failed groups dropped. Waits for: P finished groups, and without staleness for
+        the release of the batch before."""
+        if self.config.max_staleness == 0 and self._releases:
+            await asyncio.wait(self._releases)
         await self._admit()
         await self._until(
             lambda: self.buffer.ready >= self.config.prompts_per_step, "a batch of finished groups"
@@ -192,14 +200,34 @@ class Rollouts:
         equal = [g.group_id for g in batch.groups if _spread(g) <= 1e-6]
         return self.drop(batch, equal, "zero variance")
 
-    async def release(self, batch: Batch, advantages: Mapping[int, float], step: int) -> None:
-        """Free the batch's slots and columns; call when the weights trained on it are live on the generators."""
-        self.buffer.release([group.group_id for group in batch.groups])
-        for group in batch.taken:
-            del self._groups[group.group_id]
-        await self._forget(batch.taken, advantages, step)
-        if self.config.max_staleness > 0:
-            await self._admit()
+    def release(
+        self, batch: Batch, advantages: Mapping[int, float], step: int, *, live: Awaitable[object]
+    ) -> None:
+        """Free the batch's slots and columns once the weights trained on it are live on the generators.
+
+        Returns at once. Where `live` fails, the next `take` raises what it raised.
+
+        Args:
+            live: is done when they are, such as `weights.arrival(version)`.
+        """
+        task = asyncio.create_task(self._release(batch, advantages, step, live))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _release(
+        self, batch: Batch, advantages: Mapping[int, float], step: int, live: Awaitable[object]
+    ) -> None:
+        try:
+            await live
+            self.buffer.release([group.group_id for group in batch.groups])
+            for group in batch.taken:
+                del self._groups[group.group_id]
+            await self._forget(batch.taken, advantages, step)
+            if self.config.max_staleness > 0:
+                await self._admit()
+        except Exception as error:
+            self._failure = self._failure or error
+        self._news.set()
 
     async def evaluate(self, count: int, *, temperature: float = 1.0) -> float:
         """Share of `count` held-out prompts (or all, where the task has fewer) whose response gets a reward of 1.

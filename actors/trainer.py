@@ -39,6 +39,7 @@ from torchtitan.models.qwen3 import parallelize_qwen3  # noqa: E402
 
 from meshrl.actors.attention import Documents  # noqa: E402
 from meshrl.actors.vocabulary import token_logprobs  # noqa: E402
+from meshrl.weights.tensors import weights_of  # noqa: E402
 
 FOREVER = 2**40
 """Steps of a schedule that does not end."""
@@ -199,8 +200,8 @@ class Trainer:
         return found
 
     def weight_tensors(self) -> dict[str, Tensor]:
-        """This rank's live parameters by name, DTensors where they are sharded. Not collective."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        """This rank's live parameters and buffers by name, DTensors where they are sharded. Not collective."""
+        return weights_of(self.model)
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Whole parameters by name, on every rank."""

@@ -12,6 +12,7 @@ from meshrl.actors.reward import RewardConfig
 from meshrl.actors.rollouts import Rollouts, RolloutsConfig
 from meshrl.errors import UserError
 from meshrl.rollout import SamplingParams
+from meshrl.weights.arena import WeightsConfig
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class ProgramConfig:
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=8))
     rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -62,13 +62,14 @@ async def grpo(session: Session, config: GRPOConfig) -> AsyncIterator[StepReport
 
             update = await learner.step(policy_loss(clip=config.clip), ticket)
             time.rest("train")
-            metrics = {**batch.metrics(weights.version, ticket), **update.metrics}
-            await weights.broadcast()
+            metrics = {**batch.metrics(weights.published, ticket), **update.metrics}
+            version = await weights.publish()  # waits for: the learner's copy; generators pull meanwhile
             time.rest("weights")
 
             if config.evaluation.due(step, config.steps):
+                await weights.arrival(version)
                 metrics |= await config.evaluation.run(rollouts)
             samples = await rollouts.samples(batch, config.samples_due(step))
-            await rollouts.release(batch, update.advantages, step)
+            rollouts.release(batch, update.advantages, step, live=weights.arrival(version))
             yield StepReport(step, metrics, time.seconds, samples)
     await finish(session, parts)

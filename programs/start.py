@@ -74,7 +74,9 @@ async def start(session: Session, config: ProgramConfig, steps: int) -> Parts:
     )
     await generator.call("connect_reward", reward.handles, deadline_seconds=60)
     weights, handoff = await asyncio.gather(
-        WeightBroadcast.connect(source=learner.mesh, target=generator),
+        WeightBroadcast.connect(
+            source=learner.mesh, target=generator, config=config.weights, note=session.note
+        ),
         Handoff.connect(
             source=generator,
             target=learner.mesh,
@@ -84,6 +86,10 @@ async def start(session: Session, config: ProgramConfig, steps: int) -> Parts:
     )
     for row in session.describe():
         session.note(f"{row}")
+    session.note(
+        f"weights travel by {', '.join(dict.fromkeys(weights.transports))}: "
+        f"{weights.bytes_per_broadcast / 1e6:,.1f} MB a version"
+    )
     session.note(
         f"task {config.data or config.task}, tokenizer {task.tokenizer} ({tokenizer.vocab_size} tokens)"
     )

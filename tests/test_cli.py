@@ -136,7 +136,7 @@ def test_doctor_tells_versions_transports_and_what_to_do(tmp_path: Path) -> None
     assert {"Python", "torch", "Monarch", "TorchTitan", "SGLang", "NIXL", "devices", "memory"} <= set(
         findings
     )
-    assert findings["weights travel by"]["value"] == "memfd"
+    assert findings["weights travel by"]["value"] == "memfd on this host, nixl to others"
     assert (
         findings["SGLang"]["state"] == "ok" or "does not generate with it yet" in findings["SGLang"]["advice"]
     )

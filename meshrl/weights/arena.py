@@ -1,187 +1,229 @@
-"""Double-buffered memory that holds published versions: what a half contains, whatever memory it is made of.
+"""The memory in which a learner rank keeps its last published versions, each whole or not there at all.
 
-A half is a header followed by the boxes of one rank. The header is the manifest: which arena, which boxes,
-which version, the digest of each box, and a seal over all of it. A writer withdraws the version first and
-writes the new one last, so a version is there whole or not at all; the seal tells a manifest that was torn
-from one that was committed.
+An arena has one slot more than versions to keep. Publishing copies into the slot of the oldest version, once
+nobody reads that any more, and commits it by handing out its manifest last; the versions in the other slots
+stay readable meanwhile. What each group of readers takes lies together and packed, in the dtype that travels.
 """
 
 from __future__ import annotations
 
-import os
-import socket
+import secrets
+import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from functools import partial
+from typing import Any, Literal
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
+from meshrl.errors import UserError
+from meshrl.weights.digests import Digests, blocks_to_verify, digest
 from meshrl.weights.errors import DigestMismatch, LayoutError, VersionUnavailable
-from meshrl.weights.layout import Layout, local
-
-NO_VERSION = -1
-_PAGE = 4096
-_WORDS_BEFORE_DIGESTS = 4
-_TOKEN, _FINGERPRINT, _VERSION, _SEAL = range(_WORDS_BEFORE_DIGESTS)
-
-
-@dataclass(frozen=True)
-class HostProcess:
-    """A process and the host it runs on."""
-
-    host: str
-    boot: str
-    """Differs between two boots of a host and between two hosts of one name."""
-    pid: int
-
-    @classmethod
-    def current(cls) -> HostProcess:
-        boot = Path("/proc/sys/kernel/random/boot_id")
-        return cls(socket.gethostname(), boot.read_text().strip() if boot.exists() else "", os.getpid())
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
+from meshrl.weights.host import HostProcess, ip_addresses
+from meshrl.weights.leases import ServiceAddress, SlotService, service_hosts
+from meshrl.weights.memfd import MemoryFile, check_memory
+from meshrl.weights.plan import Cell, Plan
+from meshrl.weights.tensors import difference, layout_of, local, signature
+from meshrl.weights.transport import Transport, make_offer
+from meshrl.weights.wire import Offer
 
 
 @dataclass(frozen=True)
-class ArenaAddress:
-    """All that a reader needs to open an arena."""
+class WeightsConfig:
+    """How weights travel from learner to generators."""
 
-    transport: str
-    owner: HostProcess
-    token: int
-    """Random number of the arena; whoever opens another arena by mistake sees it."""
-    handles: tuple[int, ...]
-    """One a half; what it means is the transport's business."""
-    half_bytes: int
+    transport: Transport = "auto"
+    """`auto`: the first that works of memfd (one host), nixl, rdma (Monarch's RDMABuffer), tcp."""
+    digests: Digests = "sampled"
+    """What of each version is verified on arrival. `sampled`: blocks drawn anew each time, under 1 % of the
+    copying; `always`: every byte; `off`: nothing."""
+    keep_versions: int = 1
+    """Versions before the newest that can still be pulled; at least 1, since the last one may still be on its
+    way while the next is published. Each takes memory of the learner's share of the weights."""
+    deadline_seconds: float = 60.0
+    """Longest wait for a publish, or for a pull, before it is an error that says who did not answer."""
+    arena_device: Literal["cpu", "parameters"] = "cpu"
+    """Where published versions lie. `parameters`: on the device of the weights, for nixl and rdma from GPU to
+    GPU; memfd and tcp then cannot be used."""
+
+    def __post_init__(self) -> None:
+        if self.keep_versions < 1:
+            raise UserError(
+                f"weights.keep_versions is {self.keep_versions}: the version before the newest may still be on its "
+                "way to a generator, so at least 1"
+            )
+        if self.deadline_seconds <= 0:
+            raise UserError(f"weights.deadline_seconds is {self.deadline_seconds:g}: it must be above 0")
 
 
-def header_bytes(boxes: int) -> int:
-    """Bytes before the first box: the words of the manifest, rounded up to whole pages."""
-    return -(-8 * (_WORDS_BEFORE_DIGESTS + boxes) // _PAGE) * _PAGE
+@dataclass(frozen=True)
+class Manifest:
+    """What a slot holds; handed to whoever leases it."""
 
+    version: int
+    fingerprint: int
+    """Of the cells: what lies where."""
+    digests: Digests
+    values: tuple[int, ...]
+    """Digest of each block that `blocks_to_verify` names for this version."""
 
-def half_bytes(layout: Layout, rank: int) -> int:
-    return header_bytes(len(layout.ranks[rank])) + layout.positions(rank)[1]
-
-
-def digest(tensor: Tensor) -> int:
-    """xxh3 of the elements of a contiguous tensor (64 bits)."""
-    flat = tensor.reshape(-1)
-    return xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
-
-
-class Half:
-    """One half of an arena, mapped into this process: its manifest and its boxes."""
-
-    def __init__(self, memory: Tensor, layout: Layout, rank: int) -> None:
+    def check(self, version: int, fingerprint: int, blocks: int) -> None:
         """
-        Args:
-            memory: the half, uint8 `[half_bytes]`, shared with other processes.
-            layout: of the learner; `rank` of it lies here.
-        """
-        boxes = len(layout.ranks[rank])
-        start = header_bytes(boxes)
-        self._words = memory[:start].view(torch.int64)[: _WORDS_BEFORE_DIGESTS + boxes].numpy()
-        self._digests = self._words[_WORDS_BEFORE_DIGESTS:].view(np.uint64)
-        self.storage = memory[start:]
-        self.boxes = layout.views(rank, self.storage)
-        """The boxes as tensors, in the layout's order."""
-        self._names = [box.parameter for box in layout.ranks[rank]]
-        self._fingerprint = layout.fingerprint(rank)
-
-    @property
-    def version(self) -> int:
-        """Version that is committed here; `NO_VERSION` while one is being written, and before the first."""
-        return int(self._words[_VERSION])
-
-    def found(self, token: int) -> None:
-        """Begin an empty half."""
-        self._words[_TOKEN], self._words[_FINGERPRINT] = token, self._fingerprint
-        self._words[_VERSION] = NO_VERSION
-
-    def belongs_to(self, token: int) -> bool:
-        return int(self._words[_TOKEN]) == token
-
-    def write(self, version: int, named: Mapping[str, Tensor]) -> None:
-        """Copy this rank's part of `named` in and commit it as `version`. A failure leaves the half empty."""
-        self._words[_VERSION] = NO_VERSION
-        for index, (name, box) in enumerate(zip(self._names, self.boxes, strict=True)):
-            box.copy_(local(named[name]))
-            self._digests[index] = digest(box)
-        self._words[_SEAL] = self._seal(version)
-        self._words[_VERSION] = version
-
-    def check(self, version: int) -> None:
-        """Make sure that `version` is committed here.
-
         Raises:
-            VersionUnavailable: another one is, or none.
-            LayoutError: the boxes are not those of the layout that this half was opened with.
-            DigestMismatch: the manifest itself is damaged.
+            VersionUnavailable: this is another version's.
+            LayoutError: the slot is laid out for another plan.
+            DigestMismatch: there are not as many digests as blocks.
         """
         if self.version != version:
-            raise VersionUnavailable(f"holds {describe_version(self.version)}, not version {version}")
-        if int(self._words[_FINGERPRINT]) != self._fingerprint:
-            raise LayoutError("the boxes of the arena are not those of the layout; connect again")
-        if int(self._words[_SEAL]) != self._seal(version):
-            raise DigestMismatch(f"the manifest of version {version} is damaged")
+            raise VersionUnavailable(f"has version {self.version} where version {version} should be")
+        if self.fingerprint != fingerprint:
+            raise LayoutError("has another layout than the one that was agreed on; connect again")
+        if len(self.values) != blocks:
+            raise DigestMismatch(f"has {len(self.values)} digests of version {version}, not {blocks}")
 
-    def check_box(self, index: int, arrived: Tensor) -> None:
-        """Compare a contiguous copy of a box with what was published.
+
+@dataclass(frozen=True)
+class WeightSource:
+    """All that a reader needs to read from one learner rank by one transport."""
+
+    service: ServiceAddress
+    transport: str
+    handle: Any
+
+
+class Arena:
+    """A learner rank's end of a broadcast."""
+
+    def __init__(
+        self,
+        named: Mapping[str, Tensor],
+        plan: Plan,
+        rank: int,
+        readers: Sequence[HostProcess],
+        config: WeightsConfig | None = None,
+    ) -> None:
+        """
+        Args:
+            named: this rank's tensors, whole or DTensors; nothing is published yet.
+            plan: of the transfer; what is to be published is decided by it.
+            rank: this rank in the plan's source.
+            readers: every process that will read.
 
         Raises:
-            DigestMismatch: they differ.
+            WeightsError: not enough memory.
+            LayoutError: the tensors are not those of the plan.
         """
-        published = int(self._digests[index])
-        if digest(arrived) != published:
-            raise DigestMismatch(
-                f"{self._names[index]} of version {self.version} arrived with digest {digest(arrived):016x}, "
-                f"published was {published:016x}"
+        self.config = config or WeightsConfig()
+        self.plan, self.rank = plan, rank
+        self._layout, self._signature = layout_of(named), signature(named)
+        self._cells, self._stretches = plan.cells(rank), plan.stretches(rank)
+        self._fingerprint = fingerprint(self._cells)
+        self._slices = _slices(plan, rank, self._layout, self._cells)
+        count = self.config.keep_versions + 1
+        self._files: list[MemoryFile] | None = None
+        parameter_device = next(iter(named.values())).device if named else torch.device("cpu")
+        if self.config.arena_device == "cpu" or parameter_device.type == "cpu":
+            check_memory(count * plan.slot_bytes(rank))
+            self._files = [MemoryFile(plan.slot_bytes(rank)) for _ in range(count)]
+            self.slots = [file.memory for file in self._files]
+            if parameter_device.type == "cuda":
+                _pin(self.slots)
+        else:
+            size = max(plan.slot_bytes(rank), 1)
+            self.slots = [torch.zeros(size, dtype=torch.uint8, device=parameter_device) for _ in range(count)]
+        self.views = [[_view(slot, cell) for cell in self._cells] for slot in self.slots]
+        """Each cell in each slot."""
+        here = HostProcess.current()
+        hosts = service_hosts(readers, here, ip_addresses())
+        secret = secrets.token_bytes(16)
+        self.service = SlotService(
+            count, partial(_read, self.slots), secret=secret, local=hosts == ("127.0.0.1",)
+        )
+        # The service's threads know the slots and not the arena: one that is forgotten stops to listen.
+        weakref.finalize(self, self.service.close)
+        self._address = ServiceAddress(here, hosts, self.service.port, secret)
+        self._offers: dict[str, Offer] = {}
+
+    def offer(self, transport: str) -> WeightSource:
+        """Let this arena be read by a transport.
+
+        Raises:
+            TransportUnavailable: not this arena, or not here.
+        """
+        if transport not in self._offers:
+            self._offers[transport] = make_offer(
+                transport, self.slots, self._files, self._stretches, self._address
             )
+        return WeightSource(self._address, transport, self._offers[transport].handle)
 
-    def _seal(self, version: int) -> int:
-        """Digest of the manifest: arena, boxes, version, digests (63 bits)."""
-        head = self._words[[_TOKEN, _FINGERPRINT]].tobytes() + version.to_bytes(8, "little")
-        return xxhash.xxh3_64_intdigest(head + self._digests.tobytes()) >> 1
+    def publish(
+        self, version: int, named: Mapping[str, Tensor], deadline_seconds: float | None = None
+    ) -> None:
+        """Copy the tensors out as `version`. They may change as soon as this returns.
 
+        A failure leaves the versions before it whole and this one unpublished.
 
-class Writer(Protocol):
-    """A learner rank's own arena: two halves, of which one may be written while the other is read."""
-
-    @property
-    def address(self) -> ArenaAddress: ...
-
-    def publish(self, version: int, named: Mapping[str, Tensor], deadline_seconds: float) -> None:
-        """Replace the older half by this version. Waits for: readers of that half.
+        Waits for: readers of the oldest version kept, which this one replaces.
 
         Raises:
-            ArenaBusy: they did not let go before the deadline.
+            LayoutError: the tensors are not those that this arena was made for.
+            ArenaBusy: a reader did not give its version back before the deadline; it is named.
+            VersionUnavailable: `version` is not above the last one.
         """
-        ...
+        if signature(named) != self._signature:
+            raise LayoutError(
+                f"the weights have changed their layout since the generators were connected: "
+                f"{difference(self._layout, layout_of(named))}; connect again"
+            )
+        slot = self.service.begin(version, deadline_seconds or self.config.deadline_seconds)
+        views = self.views[slot]
+        for cell, view, slices in zip(self._cells, views, self._slices, strict=True):
+            view.copy_(local(named[cell.parameter])[slices])
+        blocks = blocks_to_verify(self._cells, self._stretches, self.config.digests, version)
+        values = tuple(digest(block.of(views[block.cell])) for block in blocks)
+        self.service.commit(slot, version, Manifest(version, self._fingerprint, self.config.digests, values))
+
+    def close(self) -> None:
+        """Stop to serve; memory goes when nobody has it mapped any more."""
+        self.service.close()
+        for offer in self._offers.values():
+            offer.close()
 
 
-class Reader(Protocol):
-    """A learner rank's arena as a generator sees it."""
-
-    owner: HostProcess
-
-    @property
-    def halves(self) -> Sequence[Half]: ...
-
-    def reading(self, version: int, deadline_seconds: float) -> AbstractContextManager[int]:
-        """Keep a version from being overwritten; gives the position of its half.
-
-        Raises:
-            VersionUnavailable: the arena does not hold it.
-        """
-        ...
+def fingerprint(cells: Sequence[Cell]) -> int:
+    """A number that two ranks share only if they see the same cells at the same places (64 bits)."""
+    rows = [(cell.parameter, cell.box, str(cell.dtype), cell.start) for cell in cells]
+    return xxhash.xxh3_64_intdigest(repr(rows).encode())
 
 
-def describe_version(version: int) -> str:
-    return "no version" if version == NO_VERSION else f"version {version}"
+def _view(slot: Tensor, cell: Cell) -> Tensor:
+    return slot[cell.start : cell.start + cell.bytes].view(cell.dtype).view(cell.box.shape)
+
+
+def _slices(plan: Plan, rank: int, held: Any, cells: Sequence[Cell]) -> list[tuple[slice, ...]]:
+    """Where each cell lies in this rank's tensor of the parameter."""
+    found = []
+    for cell in cells:
+        box = plan.source.parameters[cell.parameter].boxes[rank]
+        mine = held.parameters.get(cell.parameter)
+        if mine is None or box is None or mine.boxes[0] != box:
+            raise LayoutError(
+                f"rank {rank} holds {mine.boxes[0] if mine else 'nothing'} of {cell.parameter}, the plan says {box}"
+            )
+        found.append(box.slices(cell.box))
+    return found
+
+
+def _read(slots: Sequence[Tensor], request: str, slot: int, start: int, size: int) -> memoryview:
+    """Bytes of a slot, for the transport that sends them."""
+    assert request == "read"
+    return slots[slot][start : start + size].cpu().numpy().data
+
+
+def _pin(slots: Sequence[Tensor]) -> None:
+    """Page-lock host memory, so that copies from a GPU run at the full rate of the bus."""
+    runtime: Any = torch.cuda.cudart()
+    for slot in slots:
+        runtime.cudaHostRegister(slot.data_ptr(), slot.numel(), 0)

@@ -1,99 +1,35 @@
-"""From a learner mesh to every generator: two actor mix-ins, and the controller's side of a broadcast.
+"""From a learner mesh to every generator: the controller's side.
 
-The controller sends a version number and gets short reports; layouts pass through it once, when the meshes
-are connected.
+The controller sends version numbers and gets short reports; layouts pass through it once, when the meshes are
+connected. No rank holds, sends or waits for more than its own part.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from meshrl.weights.errors import WeightsError
-from meshrl.weights.layout import Layout
-from meshrl.weights.transfer import Publisher, PullReport, Subscriber, WeightSource
-from meshrl.worker import endpoint
+from meshrl.errors import UserError
+from meshrl.weights.arena import WeightsConfig
+from meshrl.weights.errors import TransportUnavailable
+from meshrl.weights.host import HostProcess
+from meshrl.weights.layout import Layout, join
+from meshrl.weights.plan import Plan, plan
+from meshrl.weights.transfer import PullReport
+from meshrl.weights.transport import candidates
+from meshrl.weights.workers import Place, PublishesWeights, ReceivesWeights
 
 if TYPE_CHECKING:
-    from meshrl.session import RoleMesh
+    from meshrl.mesh import RoleMesh
 
+__all__ = ["BroadcastReport", "PublishesWeights", "ReceivesWeights", "WeightBroadcast", "WeightsConfig"]
 
-class PublishesWeights:
-    """Mix-in of a worker whose weights others want; put it before `Worker` and write `weight_tensors`."""
-
-    _publisher: Publisher | None = None
-
-    def weight_tensors(self) -> Mapping[str, Tensor]:
-        """This rank's weights by name: whole or sharded (DTensor), the same names and shards always."""
-        raise NotImplementedError(f"{type(self).__name__} must define weight_tensors()")
-
-    @endpoint
-    async def weights_layout(self) -> WeightSource:
-        """Make the arena of this rank, new and empty, and say what lies where in it.
-
-        Generators that were connected before find no new version in the old arena: connect them again.
-        """
-        self._publisher = Publisher(self.weight_tensors())
-        return self._publisher.source
-
-    @endpoint
-    async def publish(self, version: int) -> float:
-        """Copy the weights into the arena as `version`; they may change once this returns.
-
-        Returns:
-            seconds it took.
-        """
-        if self._publisher is None:
-            raise WeightsError("no one is connected: await WeightBroadcast.connect(...) before publishing")
-        started = time.perf_counter()
-        # On a thread, so that this rank answers while a large copy runs.
-        await asyncio.to_thread(self._publisher.publish, version, self.weight_tensors())
-        return time.perf_counter() - started
-
-
-class ReceivesWeights:
-    """Mix-in of a worker that uses a learner's weights; put it before `Worker` and write `swap_weights`."""
-
-    _subscriber: Subscriber | None = None
-    _pulling: asyncio.Lock | None = None
-
-    async def swap_weights(self, named: Mapping[str, Tensor], version: int) -> None:
-        """Use these weights; return when they are in use and `named` is not: the next pull overwrites it."""
-        raise NotImplementedError(f"{type(self).__name__} must define swap_weights(named, version)")
-
-    def weights_target(self, source: Layout) -> tuple[Layout, int]:
-        """What this worker needs of the learner's weights, and its rank in that; here everything, whole."""
-        return source.whole(), 0
-
-    @endpoint
-    async def connect_weights(self, sources: Sequence[WeightSource]) -> int:
-        """Plan what to take from which learner rank and open their arenas.
-
-        Returns:
-            bytes that each pull will take.
-        """
-        subscriber = await asyncio.to_thread(Subscriber, sources, self.weights_target)
-        self._pulling = self._pulling or asyncio.Lock()
-        async with self._pulling:
-            self._subscriber = subscriber
-        return subscriber.bytes
-
-    @endpoint
-    async def pull_weights(self, version: int) -> PullReport:
-        """Fetch `version`, verify it, and have it used. On any error the old weights stay in use."""
-        if self._subscriber is None or self._pulling is None:
-            raise WeightsError(
-                "not connected to a learner: await WeightBroadcast.connect(...) before pulling"
-            )
-        async with self._pulling:
-            named, report = await asyncio.to_thread(self._subscriber.pull, version)
-            await self.swap_weights(named, version)
-        return report
+_MESSAGE_SECONDS = 30.0
+"""Longer than the workers' own deadlines, whose errors say more than that an answer is missing."""
+_CONNECT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -114,45 +50,86 @@ class WeightBroadcast:
     """The way of weights from a learner mesh to a generator mesh.
 
     >>> weights = await WeightBroadcast.connect(source=learner, target=generator)  # doctest: +SKIP
-    >>> version = await weights.broadcast()
+    >>> print(weights.plan.explain())
+    >>> version = await weights.publish()     # waits for the learner's copy: train on
+    >>> await weights.arrival(version)        # waits for the generators, which pull meanwhile
     """
 
     def __init__(
-        self, source: RoleMesh, target: RoleMesh, bytes_per_broadcast: int, deadline_seconds: float
+        self,
+        source: RoleMesh,
+        target: RoleMesh,
+        plan: Plan,
+        transports: Sequence[str],
+        config: WeightsConfig,
     ) -> None:
         """Use `WeightBroadcast.connect`."""
         self.source = source
         self.target = target
-        self.bytes_per_broadcast = bytes_per_broadcast
-        self.deadline_seconds = deadline_seconds
-        self.version: int = 0
-        """The last version that every generator uses; 0 before the first broadcast."""
+        self.plan = plan
+        self.config = config
+        self.transports = tuple(transports)
+        """By which each generator process reads, by replica, then rank."""
+        self.versions: list[int] = [0] * len(target.replicas)
+        """What each replica uses; 0 before the first broadcast."""
         self.last: BroadcastReport | None = None
+        """Of the newest version that arrived everywhere."""
         self._published = 0
-        self._one_at_a_time = asyncio.Lock()
+        self._pinned: set[int] = set()
+        self._publishing = asyncio.Lock()
+        self._pulling = [asyncio.Lock() for _ in target.replicas]
+        self._arrivals: dict[int, asyncio.Task[BroadcastReport]] = {}
 
     @classmethod
     async def connect(
-        cls, *, source: RoleMesh, target: RoleMesh, deadline_seconds: float = 60.0
+        cls,
+        *,
+        source: RoleMesh,
+        target: RoleMesh,
+        config: WeightsConfig | None = None,
+        note: Callable[[str], None] = print,
     ) -> WeightBroadcast:
-        """Let every rank of `target` (`ReceivesWeights`) plan what it takes from the ranks of `source`
-        (`PublishesWeights`).
+        """Plan what every rank of `target` (`ReceivesWeights`) takes from which rank of `source`
+        (`PublishesWeights`), and open the ways.
 
         A learner serves the mesh that was connected last.
 
         Args:
-            deadline_seconds: of each of the two calls that make a broadcast.
+            note: told when a preferred transport did not work and another is taken.
 
         Raises:
             LayoutError: the learner's ranks do not hold what a generator needs.
-            ArenaUnreachable: a generator cannot open a learner's arena.
+            TransportUnavailable: there is no way from some learner rank to some generator.
         """
-        sources = await source.call("weights_layout", deadline_seconds=deadline_seconds)
-        sizes = await target.call("connect_weights", sources, deadline_seconds=deadline_seconds)
-        return cls(source, target, sum(sizes), deadline_seconds)
+        config = config or WeightsConfig()
+        held: list[Place] = await source.call("weights_held", deadline_seconds=_CONNECT_SECONDS)
+        layout = join([place.layout for place in held])
+        needed: list[Place] = await target.call("weights_needed", layout, deadline_seconds=_CONNECT_SECONDS)
+        wanted = join([place.layout for place in needed])
+        made = await asyncio.to_thread(plan, layout, wanted)
+        readers = [place.process for place in needed]
+        await source.call("open_arena", layout, wanted, readers, config, deadline_seconds=_CONNECT_SECONDS)
+        transports = await _open_ways(source, target, wanted, readers, config, note)
+        return cls(source, target, made, transports, config)
+
+    @property
+    def version(self) -> int:
+        """The last version that every generator uses, pinned ones aside; 0 before the first broadcast."""
+        return min((v for r, v in enumerate(self.versions) if r not in self._pinned), default=0)
+
+    @property
+    def published(self) -> int:
+        """The last version that was published, on its way or arrived; 0 before the first."""
+        return self._published
+
+    @property
+    def bytes_per_broadcast(self) -> int:
+        """Taken by all generators together."""
+        return int(self.plan.traffic.sum())
 
     async def broadcast(self) -> int:
-        """Bring the learner's weights, as they are now, to every generator.
+        """Bring the learner's weights, as they are now, to every generator that is not pinned: `publish`, then
+        `arrival`.
 
         Returns:
             the new version: 1, 2, …
@@ -160,24 +137,149 @@ class WeightBroadcast:
         Raises:
             WeightsError: a generator did not get them. It keeps the version it had; others may be one ahead.
         """
-        async with self._one_at_a_time:
+        version = await self.publish()
+        await self.arrival(version)
+        return version
+
+    async def publish(self) -> int:
+        """Copy the learner's weights out as a new version; generators begin to pull it. Training may go on.
+
+        Waits for: every learner rank has copied its share, before which a version that generators still pull,
+        if it is the last but one, must have arrived.
+
+        Returns:
+            the version, for `arrival`.
+        """
+        async with self._publishing:
             started = time.perf_counter()
             # A version whose broadcast failed is never used again: it may be in use somewhere.
             self._published = version = self._published + 1
-            # Waits for: every learner rank has copied its shards. Training may go on after it.
-            publish_seconds = await self.source.call(
-                "publish", version, deadline_seconds=self.deadline_seconds
+            seconds = await self.source.call(
+                "publish", version, deadline_seconds=self.config.deadline_seconds + _MESSAGE_SECONDS
             )
-            # Waits for: every generator has pulled, verified and swapped, between two decode steps.
-            reports: list[PullReport] = await self.target.call(
-                "pull_weights", version, deadline_seconds=self.deadline_seconds
-            )
-            self.version = version
-            self.last = BroadcastReport(
-                version=version,
-                bytes=sum(report.bytes for report in reports),
-                publish_seconds=max(publish_seconds),
-                pull_seconds=max(report.seconds for report in reports),
-                total_seconds=time.perf_counter() - started,
-            )
+            self._arrivals = {v: task for v, task in self._arrivals.items() if not _over(task)}
+            self._arrivals[version] = asyncio.create_task(self._bring(version, started, max(seconds)))
             return version
+
+    async def arrival(self, version: int) -> BroadcastReport | None:
+        """Wait until a published version is in use.
+
+        Waits for: every generator has pulled, verified and swapped, between two decode steps.
+
+        Returns:
+            what it took; None where that was told before.
+
+        Raises:
+            WeightsError: a generator did not get it, and keeps what it had.
+        """
+        if not 0 < version <= self._published:
+            raise UserError(f"version {version} was not published; the last one is {self._published}")
+        task = self._arrivals.get(version)
+        if task is None:
+            return None
+        try:
+            return await asyncio.shield(task)
+        finally:
+            if task.done():
+                self._arrivals.pop(version, None)
+
+    async def use(self, version: int, *, replica: int) -> None:
+        """Bring a version that is still kept (`WeightsConfig.keep_versions`) to one replica and pin it there:
+        broadcasts pass it by until `unpin`.
+
+        Raises:
+            VersionUnavailable: it is not kept any more. The replica goes on with what it had, and is not pinned.
+        """
+        self._check_replica(replica)
+        pinned_before = replica in self._pinned
+        self._pinned.add(replica)
+        try:
+            await self._pull(version, replica)
+        except BaseException:
+            if not pinned_before:
+                self._pinned.discard(replica)
+            raise
+
+    def unpin(self, replica: int) -> None:
+        """Let the next broadcast reach this replica again."""
+        self._check_replica(replica)
+        self._pinned.discard(replica)
+
+    @property
+    def pinned(self) -> frozenset[int]:
+        """Replicas that broadcasts pass by."""
+        return frozenset(self._pinned)
+
+    async def _bring(self, version: int, started: float, publish_seconds: float) -> BroadcastReport:
+        replicas = [r for r in range(len(self.target.replicas)) if r not in self._pinned]
+        parts = await asyncio.gather(*(self._pull(version, r) for r in replicas), return_exceptions=True)
+        for part in parts:
+            if isinstance(part, BaseException):
+                raise part
+        reports = [report for part in parts if not isinstance(part, BaseException) for report in part]
+        self.last = BroadcastReport(
+            version=version,
+            bytes=sum(report.bytes for report in reports),
+            publish_seconds=publish_seconds,
+            pull_seconds=max((report.seconds for report in reports), default=0.0),
+            total_seconds=time.perf_counter() - started,
+        )
+        return self.last
+
+    async def _pull(self, version: int, replica: int) -> list[PullReport]:
+        """Versions reach a replica in the order in which they were asked for."""
+        async with self._pulling[replica]:
+            reports = await self.target.replicas[replica].call(
+                "pull_weights",
+                version,
+                self.config.deadline_seconds,
+                deadline_seconds=self.config.deadline_seconds + _MESSAGE_SECONDS,
+            )
+            self.versions[replica] = version
+            return reports
+
+    def _check_replica(self, replica: int) -> None:
+        if not 0 <= replica < len(self.target.replicas):
+            last = len(self.target.replicas) - 1
+            raise UserError(f"{self.target.name}: there is no replica {replica}, only 0 to {last}")
+
+
+def _over(task: asyncio.Task[BroadcastReport]) -> bool:
+    """Whether the version arrived. A failure is kept until somebody asks."""
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+async def _open_ways(
+    source: RoleMesh,
+    target: RoleMesh,
+    wanted: Layout,
+    readers: Sequence[HostProcess],
+    config: WeightsConfig,
+    note: Callable[[str], None],
+) -> list[str]:
+    """Let every reader connect by the first transport that works for it; their names, by reader."""
+    transports: dict[int, str] = {}
+    failures: list[str] = []
+    for transport in candidates(config.transport):
+        unconnected = [number for number in range(len(readers)) if number not in transports]
+        if not unconnected:
+            break
+        offers = await source.call("offer_weights", transport, deadline_seconds=_CONNECT_SECONDS)
+        if refused := [offer for offer in offers if isinstance(offer, str)]:
+            failures.append(refused[0])
+            continue
+        answers = await target.call(
+            "connect_weights", wanted, offers, unconnected, deadline_seconds=_CONNECT_SECONDS
+        )
+        for number in unconnected:
+            if answers[number] is None:
+                transports[number] = transport
+            else:
+                failures.append(f"{transport}: {answers[number]}")
+    lost = [str(readers[number]) for number in range(len(readers)) if number not in transports]
+    if lost:
+        raise TransportUnavailable(f"no way for weights to {' and '.join(lost)}: {'; '.join(failures)}")
+    if failures:
+        taken = ", ".join(dict.fromkeys(transports.values()))
+        note(f"weights travel by {taken}, since a preferred way does not work: {failures[0]}")
+    return [transports[number] for number in range(len(readers))]

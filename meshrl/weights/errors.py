@@ -10,7 +10,16 @@ class LayoutError(WeightsError):
 
 
 class ArenaUnreachable(WeightsError):
-    """The memory of a learner rank cannot be opened: it is dead, on another host, or another user's."""
+    """A learner rank cannot be reached, or its memory not be opened: it is dead, on another host, or another
+    user's."""
+
+
+class TransportUnavailable(WeightsError):
+    """A way of transport does not exist here."""
+
+
+class TransferFailed(WeightsError):
+    """Bytes did not come across, or not in time; the message names the peer."""
 
 
 class VersionUnavailable(WeightsError):
@@ -22,4 +31,4 @@ class DigestMismatch(WeightsError):
 
 
 class ArenaBusy(WeightsError):
-    """A half of an arena stayed in use past the deadline; the message names the processes that use it."""
+    """A slot of an arena stayed in use past the deadline; the message names the processes that read it."""

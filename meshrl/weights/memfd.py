@@ -1,140 +1,96 @@
-"""Arenas in memory files of one host: the owner makes them, peers of the same user map them, nothing outlives
-the owner.
-
-Each half is a memfd of its own. A reader holds a shared lock on the half while it copies, a writer an
-exclusive one while it replaces it. The kernel drops the lock of a process that dies, so a killed reader never
-blocks the learner.
-"""
+"""Slots in memory files of one host: the owner makes them, peers of the same user map them, nothing outlives
+the owner and those that mapped them."""
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
-import secrets
-import time
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from meshrl.weights.arena import (
-    NO_VERSION,
-    ArenaAddress,
-    Half,
-    HostProcess,
-    describe_version,
-    half_bytes,
-)
-from meshrl.weights.errors import ArenaBusy, ArenaUnreachable, VersionUnavailable, WeightsError
-from meshrl.weights.layout import Layout
+from meshrl.weights.errors import ArenaUnreachable, WeightsError
+from meshrl.weights.host import HostProcess
+from meshrl.weights.wire import Piece
 
 NAME = "memfd"
-_RETRY_SECONDS = 0.001
 
 
-class MemfdWriter:
-    """The arena of one learner rank; allocated at once, so that a shortage of memory shows here."""
+class MemoryFile:
+    """Zeroed memory of this process that others can map; taken at once, so that a shortage shows here."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, size: int) -> None:
         """
-        Args:
-            layout: of this rank alone (`layout_of`).
-
         Raises:
-            WeightsError: not enough memory.
+            WeightsError: there is not so much.
         """
-        size = half_bytes(layout, 0)
-        _check_memory(2 * size)
-        self._descriptors = [_allocate(size) for _ in range(2)]
-        for descriptor in self._descriptors:
-            weakref.finalize(self, os.close, descriptor)
-        self._halves = [
-            Half(_map(descriptor, size, writable=True), layout, 0) for descriptor in self._descriptors
-        ]
-        token = secrets.randbits(63)
-        for half in self._halves:
-            half.found(token)
-        self.address = ArenaAddress(NAME, HostProcess.current(), token, tuple(self._descriptors), size)
-
-    def publish(self, version: int, named: Mapping[str, Tensor], deadline_seconds: float) -> None:
-        newest = max(half.version for half in self._halves)
-        if version <= newest:
-            raise VersionUnavailable(f"version {version} cannot follow version {newest}: versions go up")
-        index = min(range(2), key=lambda i: self._halves[i].version)
-        half, descriptor = self._halves[index], self._descriptors[index]
-        if not _lock(descriptor, fcntl.LOCK_EX, deadline_seconds):
-            raise ArenaBusy(
-                f"cannot publish version {version}: after {deadline_seconds:g} s {_lock_holders(descriptor)} "
-                f"still read {describe_version(half.version)}"
-            )
+        self.size = max(size, 1)
+        self.descriptor = os.memfd_create("meshrl-weights")
+        weakref.finalize(self, os.close, self.descriptor)
         try:
-            half.write(version, named)
-        finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.posix_fallocate(self.descriptor, 0, self.size)
+        except OSError as error:
+            raise shortage(self.size, error.strerror or "refused") from None
+        self.memory = _map(self.descriptor, self.size, writable=True)
+        """uint8 `[bytes]`."""
 
 
-class MemfdReader:
-    """A learner rank's arena, opened by its address and mapped read-only."""
+@dataclass(frozen=True)
+class MemfdHandle:
+    """Memory files of the owner, by descriptor; one a slot."""
 
-    def __init__(self, address: ArenaAddress, layout: Layout, rank: int) -> None:
+    descriptors: tuple[int, ...]
+    bytes: int
+
+
+class MemfdOffer:
+    """Slots that are memory files need nothing more."""
+
+    def __init__(self, slots: Sequence[MemoryFile]) -> None:
+        self.handle = MemfdHandle(tuple(slot.descriptor for slot in slots), slots[0].size)
+
+    def close(self) -> None:
+        pass
+
+
+class MemfdLink:
+    """An owner's slots, mapped read-only; a fetch is the copying and nothing else."""
+
+    def __init__(self, handle: MemfdHandle, owner: HostProcess, pieces: Sequence[Piece]) -> None:
         """
-        Args:
-            layout: of all learner ranks; `rank` of it is the owner's.
-
         Raises:
             ArenaUnreachable: the owner is dead, another user's, or on another host.
         """
-        self.owner = address.owner
         here = HostProcess.current()
-        if address.owner.boot != here.boot:
+        if not owner.same_host(here):
             raise ArenaUnreachable(
-                f"memfd shares memory within one host, but the learner is {address.owner} and this is {here}"
+                f"memfd shares memory within one host, but the learner is {owner} and this is {here} "
+                "(containers with networks of their own count as hosts)"
             )
-        self._descriptors = [_open(address, handle) for handle in address.handles]
-        for descriptor in self._descriptors:
-            weakref.finalize(self, os.close, descriptor)
-        expected = half_bytes(layout, rank)
-        found = {os.fstat(descriptor).st_size for descriptor in self._descriptors}
-        if found != {expected}:
-            raise ArenaUnreachable(
-                f"the arena of {address.owner} has halves of {sorted(found)} bytes, its layout needs "
-                f"{expected}: the process is another one by now, or its layout has changed; connect again"
-            )
-        memories = [_map(descriptor, expected, writable=False) for descriptor in self._descriptors]
-        self.halves = [Half(memory, layout, rank) for memory in memories]
-        if not all(half.belongs_to(address.token) for half in self.halves):
-            raise ArenaUnreachable(f"{address.owner} holds another arena by now; connect again")
+        self._copies: list[list[tuple[Tensor, Tensor]]] = []
+        for descriptor in handle.descriptors:
+            memory = _open(owner, descriptor, handle.bytes)
+            self._copies.append([(piece.landing, _values(memory, piece)) for piece in pieces])
+        self._slot = 0
 
-    @contextmanager
-    def reading(self, version: int, deadline_seconds: float) -> Iterator[int]:
-        for index, (half, descriptor) in enumerate(zip(self.halves, self._descriptors, strict=True)):
-            if half.version != version or version == NO_VERSION:
-                continue
-            if not _lock(descriptor, fcntl.LOCK_SH, deadline_seconds):
-                raise ArenaBusy(
-                    f"version {version} of {self.owner}: {_lock_holders(descriptor)} has been writing "
-                    f"to it for {deadline_seconds:g} s"
-                )
-            try:
-                half.check(version)
-                yield index
-                return
-            except WeightsError as error:
-                raise type(error)(f"learner {self.owner}: {error}") from None
-            finally:
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-        versions = sorted({half.version for half in self.halves} - {NO_VERSION})
-        held = " and ".join(map(describe_version, versions)) or "nothing yet"
-        raise VersionUnavailable(f"learner {self.owner} does not hold version {version} but {held}")
+    def begin(self, slot: int) -> None:
+        self._slot = slot
+
+    def finish(self, deadline: float, check_owner: Callable[[], None]) -> None:
+        for landing, values in self._copies[self._slot]:
+            landing.copy_(values)
+
+    def close(self) -> None:
+        self._copies = []
 
 
 def available() -> tuple[bool, str]:
-    """Whether arenas can be shared here, and why or why not."""
+    """Whether memory can be shared here, and why or why not."""
     try:
         descriptor = os.memfd_create("meshrl-probe")
     except (AttributeError, OSError) as error:
@@ -148,21 +104,15 @@ def available() -> tuple[bool, str]:
     return True, "memory shared by processes of one user on one host"
 
 
-def _allocate(size: int) -> int:
-    descriptor = os.memfd_create("meshrl-weights")
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        os.close(descriptor)
-        raise _shortage(2 * size, error.strerror or "refused") from None
-    return descriptor
+def check_memory(needed: int) -> None:
+    """Refuse what cannot fit: the system would not say no to it, but kill a process later.
 
-
-def _check_memory(needed: int) -> None:
-    """Refuse what cannot fit: the system would not say no to it, but kill a process later."""
+    Raises:
+        WeightsError: fewer bytes are free.
+    """
     free = available_memory()
     if free is not None and needed > free:
-        raise _shortage(needed, f"{free / 2**30:.1f} GiB are free")
+        raise shortage(needed, f"{free / 2**30:.1f} GiB are free")
 
 
 def available_memory() -> int | None:
@@ -182,11 +132,16 @@ def available_memory() -> int | None:
     return min(found, default=None)
 
 
-def _shortage(needed: int, why: str) -> WeightsError:
+def shortage(needed: int, why: str) -> WeightsError:
     return WeightsError(
         f"no memory for the weights: the arena of this rank needs {needed / 2**30:.1f} GiB, {why}; "
         "use a smaller model, more learner ranks, or a machine with more memory"
     )
+
+
+def _values(memory: Tensor, piece: Piece) -> Tensor:
+    stretch = memory[piece.start : piece.start + piece.bytes]
+    return stretch.view(piece.dtype).view(piece.landing.shape)
 
 
 def _map(descriptor: int, size: int, *, writable: bool) -> Tensor:
@@ -198,45 +153,25 @@ def _map(descriptor: int, size: int, *, writable: bool) -> Tensor:
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
-def _open(address: ArenaAddress, handle: int) -> int:
-    path = f"/proc/{address.owner.pid}/fd/{handle}"
+def _open(owner: HostProcess, number: int, size: int) -> Tensor:
+    path = f"/proc/{owner.pid}/fd/{number}"
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise ArenaUnreachable(f"learner {address.owner} is dead or has closed its arena: {path}") from None
+        raise ArenaUnreachable(f"learner {owner} is dead or has closed its arena: {path}") from None
     except PermissionError:
         raise ArenaUnreachable(
             f"{path} may not be opened: memfd needs learner and generator ({HostProcess.current()}, "
             f"user {os.getuid()}) to be the same user's"
         ) from None
     except OSError as error:
-        raise ArenaUnreachable(
-            f"learner {address.owner} has something else at {path}: {error.strerror}"
-        ) from None
-
-
-def _lock(descriptor: int, kind: int, deadline_seconds: float) -> bool:
-    """Take a lock on a half; False if others kept theirs past the deadline."""
-    end = time.monotonic() + deadline_seconds
-    while True:
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > end:
-                return False
-            time.sleep(_RETRY_SECONDS)
-
-
-def _lock_holders(descriptor: int) -> str:
-    """Who has a lock on this file, in words."""
-    inode = os.fstat(descriptor).st_ino
+        raise ArenaUnreachable(f"learner {owner} has something else at {path}: {error.strerror}") from None
     try:
-        with open("/proc/locks") as locks:
-            rows = [line.split() for line in locks]
-    except OSError:
-        return "a process"
-    pids = sorted(
-        {row[4] for row in rows if row[1] == "FLOCK" and row[5].split(":")[-1] == str(inode)}, key=int
-    )
-    return f"process {' and '.join(pids)}" if pids else "a process"
+        found = os.fstat(descriptor).st_size
+        if found != size:
+            raise ArenaUnreachable(
+                f"{path} has {found} bytes where the arena of learner {owner} has {size}: it is another process by now"
+            )
+        return _map(descriptor, size, writable=False)
+    finally:
+        os.close(descriptor)

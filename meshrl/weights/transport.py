@@ -1,92 +1,100 @@
-"""Ways for weights to travel: what works here, and which one is taken."""
+"""Ways for weights to travel: what works here, and in which order they are tried."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal
 
-from meshrl.weights import memfd
-from meshrl.weights.arena import ArenaAddress, Reader, Writer
-from meshrl.weights.errors import WeightsError
-from meshrl.weights.layout import Layout
+from torch import Tensor
+
+from meshrl.weights import memfd, nixl, rdma, tcp
+from meshrl.weights.errors import TransportUnavailable
+from meshrl.weights.host import HostProcess
+from meshrl.weights.leases import ServiceAddress
+from meshrl.weights.memfd import MemoryFile
+from meshrl.weights.wire import Link, Offer, Piece, Stretch
+
+Transport = Literal["auto", "memfd", "nixl", "rdma", "tcp"]
+
+IN_ORDER = (memfd.NAME, nixl.NAME, rdma.NAME, tcp.NAME)
+"""The preferred one first."""
+
+_AVAILABLE: dict[str, Callable[[], tuple[bool, str]]] = {
+    memfd.NAME: memfd.available,
+    nixl.NAME: nixl.available,
+    rdma.NAME: rdma.available,
+    tcp.NAME: tcp.available,
+}
+_LINKS: dict[str, Callable[[Any, HostProcess, Sequence[Piece]], Link]] = {
+    memfd.NAME: memfd.MemfdLink,
+    nixl.NAME: nixl.NixlLink,
+    rdma.NAME: rdma.RdmaLink,
+    tcp.NAME: tcp.TcpLink,
+}
 
 
 @dataclass(frozen=True)
 class TransportStatus:
-    """One way, and whether meshrl can take it on this machine."""
+    """One way, and whether it can be taken on this machine."""
 
     name: str
     available: bool
-    """Whether meshrl can send weights this way, here and now."""
     reason: str
 
 
 def available_transports() -> list[TransportStatus]:
-    """Every way that meshrl knows of, the preferred one first. Probes only; starts nothing."""
-    return [
-        TransportStatus(memfd.NAME, *memfd.available()),
-        TransportStatus("nixl", False, _nixl()),
-        TransportStatus("rdma", False, _rdma()),
-    ]
+    """Every way that there is, the preferred one first. Probes only; starts nothing."""
+    return [TransportStatus(name, *_AVAILABLE[name]()) for name in IN_ORDER]
 
 
-def choose_transport() -> str:
-    """Name of the first way that is available.
+def candidates(wanted: Transport) -> tuple[str, ...]:
+    """What to try, in order: the one that is wanted, or all.
 
-    Raises:
-        WeightsError: there is none.
+    >>> candidates("nixl"), candidates("auto")
+    (('nixl',), ('memfd', 'nixl', 'rdma', 'tcp'))
     """
-    statuses = available_transports()
-    for status in statuses:
-        if status.available:
-            return status.name
-    reasons = "; ".join(f"{status.name}: {status.reason}" for status in statuses)
-    raise WeightsError(f"no way for weights to travel on this machine: {reasons}")
+    return IN_ORDER if wanted == "auto" else (wanted,)
 
 
-def make_writer(transport: str, layout: Layout) -> Writer:
-    """The arena of this rank.
+def make_offer(
+    transport: str,
+    slots: Sequence[Tensor],
+    files: Sequence[MemoryFile] | None,
+    stretches: Sequence[Stretch],
+    service: ServiceAddress,
+) -> Offer:
+    """Let these slots be read.
 
     Args:
-        layout: of this rank alone.
+        slots: uint8 `[bytes]` each.
+        files: the memory files that they are; None where they are other memory.
 
     Raises:
-        WeightsError: unknown transport, or not enough memory.
+        TransportUnavailable: not here, or not these slots.
     """
-    return _entry(_WRITERS, transport)(layout)
+    works, reason = _AVAILABLE[transport]()
+    if not works:
+        raise TransportUnavailable(f"{transport}: {reason}")
+    if transport == memfd.NAME:
+        if files is None:
+            raise TransportUnavailable("memfd: weights are published on a GPU, whose memory is not a file")
+        return memfd.MemfdOffer(files)
+    if transport == nixl.NAME:
+        return nixl.NixlOffer(slots, stretches)
+    if transport == rdma.NAME:
+        return rdma.RdmaOffer(slots, stretches)
+    return tcp.TcpOffer(service)
 
 
-def open_reader(address: ArenaAddress, layout: Layout, rank: int) -> Reader:
-    """The arena at this address, which is that of `rank` in `layout`.
+def make_link(transport: str, handle: Any, owner: HostProcess, pieces: Sequence[Piece]) -> Link:
+    """Make ready to read these pieces.
 
     Raises:
-        ArenaUnreachable: it cannot be opened from here.
+        TransportUnavailable: not here.
+        ArenaUnreachable, TransferFailed: not from that owner.
     """
-    return _entry(_READERS, address.transport)(address, layout, rank)
-
-
-T = TypeVar("T")
-
-_WRITERS: dict[str, Callable[[Layout], Writer]] = {memfd.NAME: memfd.MemfdWriter}
-_READERS: dict[str, Callable[[ArenaAddress, Layout, int], Reader]] = {memfd.NAME: memfd.MemfdReader}
-
-
-def _entry(table: dict[str, T], transport: str) -> T:
-    if transport not in table:
-        raise WeightsError(f"no transport {transport!r}; there is {', '.join(table)}")
-    return table[transport]
-
-
-def _nixl() -> str:
-    if importlib.util.find_spec("nixl") or importlib.util.find_spec("nixl_cu12"):
-        return "installed, but meshrl does not send weights through it yet"
-    return "not installed, and meshrl does not send weights through it yet"
-
-
-def _rdma() -> str:
-    devices = Path("/dev/infiniband")
-    found = "ibverbs devices found" if devices.is_dir() and any(devices.iterdir()) else "no ibverbs device"
-    return f"{found}; meshrl does not send weights through Monarch RDMA yet"
+    works, reason = _AVAILABLE[transport]()
+    if not works:
+        raise TransportUnavailable(f"{transport}: {reason}")
+    return _LINKS[transport](handle, owner, pieces)

@@ -50,8 +50,8 @@ class AtOnce:
         return RolloutGroup(request.group_id, request.prompt_index, tuple(handles))
 
 
-def rollouts(generator: AtOnce) -> Rollouts:
-    config = RolloutsConfig(prompts_per_step=3, group_size=2)
+def rollouts(generator: AtOnce, staleness: int = 0) -> Rollouts:
+    config = RolloutsConfig(prompts_per_step=3, group_size=2, max_staleness=staleness)
     return Rollouts(generator, ArithmeticTask(), SamplingParams(), config)  # pyright: ignore[reportArgumentType]
 
 
@@ -60,7 +60,7 @@ def test_an_evaluation_is_charged_to_no_training_step() -> None:
         async with rollouts(AtOnce()) as source:
             first = await source.take()
             assert await source.evaluate(10) == 0.5
-            await source.release(first, {}, 1)
+            source.release(first, {}, 1, live=asyncio.sleep(0))
             second = await source.take()
             return first.generate_seconds, second.generate_seconds, second.reward_seconds
 
@@ -76,6 +76,41 @@ def test_a_failure_of_a_generator_surfaces_as_it_is_a_deadline_too() -> None:
         with pytest.raises(type(failure)) as raised:
             asyncio.run(drive(failure))
         assert raised.value is failure
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_slots_are_freed_when_the_weights_are_live_and_not_before(staleness: int) -> None:
+    async def drive() -> list[int]:
+        live: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        async with rollouts(AtOnce(), staleness) as source:
+            first = await source.take()
+            source.release(first, {}, 1, live=live)
+            free = [source.buffer.free]
+            following = asyncio.create_task(source.take())
+            if staleness:
+                await following
+            else:
+                await asyncio.wait([following], timeout=0.01)
+                assert not following.done()
+            free.append(source.buffer.free)
+            live.set_result(None)
+            await following
+            return free
+
+    assert asyncio.run(drive()) == [0, 0]
+
+
+def test_weights_that_do_not_arrive_end_the_next_batch() -> None:
+    async def lost() -> None:
+        raise LookupError("a generator did not get version 1")
+
+    async def drive() -> None:
+        async with rollouts(AtOnce()) as source:
+            source.release(await source.take(), {}, 1, live=lost())
+            await source.take()
+
+    with pytest.raises(LookupError, match="did not get version 1"):
+        asyncio.run(drive())
 
 
 def test_no_two_samples_share_a_seed() -> None:

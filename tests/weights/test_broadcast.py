@@ -3,7 +3,7 @@
 import asyncio
 import pickle
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from meshrl.mesh import RoleMesh
+from meshrl.errors import UserError
+from meshrl.mesh import Replica, RoleMesh
 from meshrl.session import Session
-from meshrl.weights.broadcast import PublishesWeights, ReceivesWeights, WeightBroadcast
-from meshrl.weights.errors import DigestMismatch, VersionUnavailable, WeightsError
-from meshrl.weights.memfd import MemfdWriter
+from meshrl.weights.broadcast import PublishesWeights, ReceivesWeights, WeightBroadcast, WeightsConfig
+from meshrl.weights.errors import DigestMismatch, TransportUnavailable, VersionUnavailable, WeightsError
+from meshrl.weights.host import HostProcess
 from meshrl.worker import Worker, endpoint
+
+current_process = HostProcess.current  # as it is, whatever a test makes of it
 
 
 class SmallLearner(PublishesWeights, Worker):
@@ -63,11 +66,11 @@ class SmallLearner(PublishesWeights, Worker):
     @endpoint
     async def corrupt(self, version: int) -> None:
         """Publish a version and spoil it."""
-        assert self._publisher is not None
-        self._publisher.publish(version, self.weight_tensors())
-        writer = self._publisher._writer
-        assert isinstance(writer, MemfdWriter)
-        next(half for half in writer._halves if half.version == version).boxes[0].add_(1)
+        assert self._arena is not None
+        self._arena.publish(version, self.weight_tensors())
+        slot = self._arena.service._leases.lease(version, "test")
+        self._arena.service._leases.release(slot, "test")
+        self._arena.views[slot][0].add_(1)
 
 
 class SmallGenerator(ReceivesWeights, Worker):
@@ -82,6 +85,13 @@ class SmallGenerator(ReceivesWeights, Worker):
         self.version = version
 
     @endpoint
+    async def pretend_to_be_elsewhere(self, elsewhere: bool) -> None:
+        """From now on this process says that it runs on another host."""
+        here = current_process()
+        found = replace(here, boot="another") if elsewhere else here
+        HostProcess.current = classmethod(lambda cls: found)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @endpoint
     async def in_use(self) -> tuple[int, dict[str, Tensor]]:
         return self.version, self.weights
 
@@ -93,18 +103,28 @@ class Meshes:
     runner: asyncio.Runner
     learner: RoleMesh
     generator: RoleMesh
+    notes: list[str] = field(default_factory=list)
 
-    def connect(self, how: str) -> WeightBroadcast:
+    def connect(self, how: str, config: WeightsConfig | None = None) -> WeightBroadcast:
         self.run(self.learner.call("shard", how))
-        return self.run(WeightBroadcast.connect(source=self.learner, target=self.generator))
+        return self.run(
+            WeightBroadcast.connect(
+                source=self.learner, target=self.generator, config=config, note=self.notes.append
+            )
+        )
 
     def run(self, awaitable: Any) -> Any:
         return self.runner.run(awaitable)
 
-    def check(self, version: int) -> None:
-        """Every generator uses exactly the learner's weights, as this version."""
-        full = self.run(self.learner.call("full_weights"))[0]
-        for used, weights in self.run(self.generator.call("in_use")):
+    def full_weights(self) -> dict[str, Tensor]:
+        return self.run(self.learner.call("full_weights"))[0]
+
+    def check(
+        self, version: int, full: dict[str, Tensor] | None = None, replicas: slice = slice(None)
+    ) -> None:
+        """These replicas use exactly these weights, the learner's if none are given, as this version."""
+        full = full or self.full_weights()
+        for used, weights in self.run(self.generator.call("in_use"))[replicas]:
             assert used == version and list(weights) == list(full)
             for name, tensor in full.items():
                 assert weights[name].dtype == tensor.dtype and torch.equal(weights[name], tensor), name
@@ -145,13 +165,15 @@ def test_each_broadcast_is_bit_exact_on_every_replica(meshes: Meshes, how: str) 
 
 
 def test_a_damaged_version_changes_nothing_and_the_next_one_arrives(meshes: Meshes) -> None:
-    weights = meshes.connect("fsdp")
+    weights = meshes.connect("fsdp", WeightsConfig(digests="always"))
     meshes.run(weights.broadcast())
     before = meshes.run(meshes.generator.call("in_use"))
     meshes.run(meshes.learner.call("train"))
     meshes.run(meshes.learner.call("corrupt", 2))
-    with pytest.raises(DigestMismatch, match="learner process .* version 2 arrived with digest") as raised:
-        meshes.run(meshes.generator.call("pull_weights", 2))
+    with pytest.raises(
+        DigestMismatch, match="of version 2 from learner process .* arrived with digest"
+    ) as raised:
+        meshes.run(meshes.generator.call("pull_weights", 2, 30.0))
     assert any("generator" in note for note in raised.value.__notes__)
     after = meshes.run(meshes.generator.call("in_use"))
     for (version, old), (same_version, same) in zip(before, after, strict=True):
@@ -184,17 +206,83 @@ def test_connecting_again_replaces_the_way_before(meshes: Meshes) -> None:
 def test_no_weight_passes_through_the_controller(meshes: Meshes, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = meshes.connect("fsdp")
     sizes: list[int] = []
-    call = RoleMesh.call
+    call = Replica.call
 
-    async def counting(mesh: RoleMesh, name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        answers = await call(mesh, name, *args, **kwargs)
+    async def counting(replica: Replica, name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        answers = await call(replica, name, *args, **kwargs)
         sizes.extend(map(len, map(pickle.dumps, [args, kwargs, *answers])))
         return answers
 
-    monkeypatch.setattr(RoleMesh, "call", counting)
+    monkeypatch.setattr(Replica, "call", counting)
     meshes.run(weights.broadcast())
-    # Two calls on two ranks each, however large the weights: numbers and short reports.
-    assert len(sizes) == 8 and max(sizes) < 200
+    # One call of the learner, which has two ranks, and one of each replica, however large the weights:
+    # numbers and short reports.
+    assert len(sizes) == (2 + 2) + 2 * (2 + 1) and max(sizes) < 200
+
+
+def test_training_goes_on_while_a_version_is_on_its_way(meshes: Meshes) -> None:
+    weights = meshes.connect("fsdp")
+    before = meshes.full_weights()
+
+    async def overlapped() -> None:
+        version = await weights.publish()
+        assert weights.published == version == 1
+        await meshes.learner.call("train")
+        report = await weights.arrival(version)
+        assert report is not None and report == weights.last and weights.versions == [1, 1]
+        assert await weights.arrival(version) is None
+
+    meshes.run(overlapped())
+    meshes.check(1, before)
+
+
+def test_a_version_that_was_not_published_does_not_arrive(meshes: Meshes) -> None:
+    weights = meshes.connect("fsdp")
+    with pytest.raises(UserError, match="version 1 was not published; the last one is 0"):
+        meshes.run(weights.arrival(1))
+
+
+def test_a_replica_goes_back_to_a_version_that_is_kept_and_stays_until_it_is_unpinned(meshes: Meshes) -> None:
+    weights = meshes.connect("fsdp", WeightsConfig(keep_versions=2))
+    by_version = {}
+    for version in (1, 2, 3):
+        by_version[version] = meshes.full_weights()
+        meshes.run(weights.broadcast())
+        meshes.run(meshes.learner.call("train"))
+    meshes.run(weights.use(1, replica=1))
+    assert weights.versions == [3, 1] and weights.pinned == {1} and weights.version == 3
+    meshes.check(1, by_version[1], slice(1, 2))
+    meshes.run(weights.broadcast())
+    meshes.check(1, by_version[1], slice(1, 2))
+    assert weights.versions == [4, 1]
+    with pytest.raises(VersionUnavailable, match="does not hold version 1 but version 2 and"):
+        meshes.run(weights.use(1, replica=0))
+    assert weights.pinned == {1}
+    weights.unpin(1)
+    meshes.run(weights.broadcast())
+    meshes.check(5)
+    with pytest.raises(UserError, match="there is no replica 2, only 0 to 1"):
+        meshes.run(weights.use(5, replica=2))
+
+
+def test_a_way_that_is_refused_is_told_once_and_the_next_is_taken(meshes: Meshes) -> None:
+    meshes.notes.clear()
+    meshes.run(meshes.generator.call("pretend_to_be_elsewhere", True))
+    try:
+        weights = meshes.connect("fsdp")
+        assert set(weights.transports) <= {"nixl", "rdma", "tcp"} and len(weights.transports) == 2
+        (note,) = meshes.notes
+        assert note.startswith(
+            f"weights travel by {weights.transports[0]}, since a preferred way does not work: memfd"
+        )
+        meshes.run(weights.broadcast())
+        meshes.check(1)
+        with pytest.raises(
+            TransportUnavailable, match="no way for weights to process .*: memfd: .* within one host"
+        ):
+            meshes.connect("fsdp", WeightsConfig(transport="memfd"))
+    finally:
+        meshes.run(meshes.generator.call("pretend_to_be_elsewhere", False))
 
 
 def test_without_a_connection_the_way_out_is_named(meshes: Meshes) -> None:

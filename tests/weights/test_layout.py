@@ -10,15 +10,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from meshrl.weights.arena import Arena
 from meshrl.weights.errors import LayoutError
-from meshrl.weights.layout import layout_of, local
-from meshrl.weights.transfer import Publisher, Subscriber
+from meshrl.weights.host import HostProcess
+from meshrl.weights.layout import Box, Layout, Parameter, join
+from meshrl.weights.plan import plan
+from meshrl.weights.tensors import layout_of, local, weights_of
+from meshrl.weights.transfer import Subscriber
+from meshrl.weights.workers import Place
 
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor.parallel", __name__])
@@ -63,17 +70,21 @@ def check_rank(pipe: Connection, rank: int, store: str) -> None:
     dist.init_process_group(
         "gloo", store=FileStore(store, 4), rank=rank, world_size=4, timeout=timedelta(seconds=60)
     )
-    publishers = []
+    arenas = []
     for case, named in {**sharded_models(), "by hand": placements_by_hand()}.items():
         layout = layout_of(named)
         full = {name: whole(tensor).clone() for name, tensor in named.items()}
-        for box in layout.ranks[0]:
-            where = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
-            assert torch.equal(full[box.parameter][where], local(named[box.parameter])), (case, rank, box)
-        publisher = Publisher(named)
-        publisher.publish(1, named)
-        publishers.append(publisher)
-        pipe.send((case, publisher.source, {name: tensor.tolist() for name, tensor in full.items()}))
+        for name, held in layout.parameters.items():
+            (box,) = held.boxes
+            assert box is not None
+            where = Box.whole(held.shape).slices(box)
+            assert torch.equal(full[name][where], local(named[name])), (case, rank, name, box)
+        pipe.send((case, Place(layout, HostProcess.current()), {n: t.tolist() for n, t in full.items()}))
+        source, target, reader = pipe.recv()
+        arena = Arena(named, plan(source, target), rank, [reader])
+        arena.publish(1, named)
+        arenas.append(arena)
+        pipe.send(arena.offer("memfd"))
     partial = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (4,)), [Partial()])
     with pytest.raises(LayoutError, match="w is a partial sum"):
         layout_of({"w": partial})
@@ -95,12 +106,15 @@ def test_boxes_of_every_sharding_are_where_their_shards_lie_and_make_up_the_whol
     try:
         cases = []
         while (answers := [receive(pipe) for pipe in pipes])[0] != "done":
-            case, sources = answers[0][0], [source for _, source, _ in answers]
-            full = answers[0][2]
-            subscriber = Subscriber(sources)
+            case, full = answers[0][0], answers[0][2]
+            source = join([place.layout for _, place, _ in answers])
+            target = source.whole()
+            for pipe in pipes:
+                pipe.send((source, target, HostProcess.current()))
+            subscriber = Subscriber(plan(source, target), 0, [receive(pipe) for pipe in pipes])
             arrived, report = subscriber.pull(1)
             assert {name: tensor.tolist() for name, tensor in arrived.items()} == full, case
-            assert report.bytes == sum(info.bytes for info in subscriber.layout.parameters.values())
+            assert report.bytes == sum(tensor.nbytes for tensor in arrived.values())
             cases.append(case)
         assert cases == ["fsdp", "hsdp", "tp", "fsdp and tp", "by hand"]
     finally:
@@ -112,3 +126,73 @@ def test_boxes_of_every_sharding_are_where_their_shards_lie_and_make_up_the_whol
 def receive(pipe: Connection) -> Any:
     assert pipe.poll(180), "a rank does not answer"
     return pipe.recv()
+
+
+def whole_layout(**shapes: tuple[int, ...]) -> Layout:
+    return Layout({n: Parameter(s, torch.float32, (Box.whole(s),)) for n, s in shapes.items()}, ranks=1)
+
+
+@given(st.integers(0, 12), st.integers(1, 5), st.sampled_from([0, 1]))
+def test_a_split_cuts_as_chunk_does(extent: int, ranks: int, dimension: int) -> None:
+    shape = (extent, 3) if dimension == 0 else (3, extent)
+    cut = whole_layout(w=shape, bias=(7,)).split({"w": dimension}, ranks)
+    value = torch.arange(3 * extent).reshape(shape)
+    pieces = [value[Box.whole(shape).slices(box)] for box in cut.parameters["w"].boxes if box is not None]
+    chunks = value.chunk(ranks, dimension)
+    assert all(torch.equal(piece, chunk) for piece, chunk in zip(pieces, chunks, strict=False))
+    assert all(piece.numel() == 0 for piece in pieces[len(chunks) :]) and len(pieces) == ranks
+    assert cut.parameters["bias"].boxes == (Box.whole((7,)),) * ranks
+
+
+def test_ranks_taken_apart_and_joined_are_the_layout_again() -> None:
+    layout = whole_layout(q=(8, 4), k=(4, 4), norm=(4,)).split({"q": 0, "k": 0}, 3).fused("qk", ["q", "k"])
+    apart = [layout.of_rank(rank) for rank in range(3)]
+    assert join(apart) == layout
+    assert [one.tensors(0) for one in apart] == [layout.tensors(rank) for rank in range(3)]
+
+
+def test_parameters_cut_alike_share_their_boxes_after_joining() -> None:
+    layout = whole_layout(a=(8, 4), b=(8, 4)).split({"a": 0, "b": 0}, 2)
+    joined = join([layout.of_rank(0), layout.of_rank(1)])
+    assert joined.parameters["a"].boxes is joined.parameters["b"].boxes
+
+
+def test_only_floats_are_cast_and_names_are_those_of_the_tensors() -> None:
+    layout = whole_layout(a=(2,), b=(3,))
+    flags = Parameter((4,), torch.bool, (Box.whole((4,)),))
+    cast = Layout({**layout.parameters, "flags": flags}, 1).cast(torch.bfloat16).renamed({"a": "model.a"})
+    held = cast.tensors(0)
+    assert {name: tensor.dtype for name, tensor in held.items()} == {
+        "model.a": torch.bfloat16,
+        "b": torch.bfloat16,
+        "flags": torch.bool,
+    }
+
+
+def test_what_cannot_be_is_refused_with_names() -> None:
+    layout = whole_layout(a=(8, 4), b=(4, 3))
+    with pytest.raises(LayoutError, match="cannot cut c along dimension 0: no such parameter"):
+        layout.split({"c": 0}, 2)
+    with pytest.raises(LayoutError, match=r"cannot cut a along dimension 2: \(8, 4\)"):
+        layout.split({"a": 2}, 2)
+    with pytest.raises(LayoutError, match="a, b differ in shape on rank 0: no tensor ab"):
+        layout.fused("ab", ["a", "b"])
+    with pytest.raises(LayoutError, match="cannot put c into ac: no such parameter"):
+        layout.fused("ac", ["a", "c"])
+    with pytest.raises(LayoutError, match="cannot rename c"):
+        layout.renamed({"c": "d"})
+    with pytest.raises(LayoutError, match="the parts of same .* leave a gap or overlap"):
+        whole_layout(a=(2,), b=(2,)).renamed({"a": "same", "b": "same"}).tensors(0)
+
+
+def test_ranks_that_disagree_on_a_parameter_cannot_be_joined() -> None:
+    with pytest.raises(LayoutError, match=r"w is .*\(4,\).* on rank 0 and .*\(5,\).* on rank 1"):
+        join([whole_layout(w=(4,)), whole_layout(w=(5,))])
+    with pytest.raises(LayoutError, match="v is absent on rank 0"):
+        join([whole_layout(w=(4,)), whole_layout(w=(4,), v=(1,))])
+
+
+def test_buffers_travel_if_a_checkpoint_would_hold_them() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    module.register_buffer("table", torch.ones(9), persistent=False)
+    assert set(weights_of(module)) == set(module.state_dict())

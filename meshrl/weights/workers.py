@@ -1,0 +1,159 @@
+"""Two mix-ins for workers: the learner's, which publishes weights, and the generator's, which receives them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshrl.weights.arena import Arena, WeightsConfig, WeightSource
+from meshrl.weights.errors import ArenaUnreachable, TransferFailed, TransportUnavailable, WeightsError
+from meshrl.weights.host import HostProcess
+from meshrl.weights.layout import Layout
+from meshrl.weights.plan import plan
+from meshrl.weights.tensors import layout_of
+from meshrl.weights.transfer import PullReport, Subscriber
+from meshrl.worker import Worker, endpoint
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank holds or needs, and which process it is."""
+
+    layout: Layout
+    """Of this rank alone."""
+    process: HostProcess
+
+
+class PublishesWeights:
+    """Mix-in of a worker whose weights others want; put it before `Worker` and write `weight_tensors`."""
+
+    _arena: Arena | None = None
+
+    def weight_tensors(self) -> Mapping[str, Tensor]:
+        """This rank's weights by name: whole or sharded (DTensor), the same names and shards always."""
+        raise NotImplementedError(f"{type(self).__name__} must define weight_tensors()")
+
+    @endpoint
+    async def weights_held(self) -> Place:
+        """What this rank has to give."""
+        return Place(layout_of(self.weight_tensors()), HostProcess.current())
+
+    @endpoint
+    async def open_arena(
+        self, source: Layout, target: Layout, readers: Sequence[HostProcess], config: WeightsConfig
+    ) -> None:
+        """Make the arena of this rank, new and empty. Who was connected before must connect again."""
+        if self._arena is not None:
+            self._arena.close()
+        named, rank = self.weight_tensors(), _number(self)
+        self._arena = await asyncio.to_thread(
+            lambda: Arena(named, plan(source, target), rank, readers, config)
+        )
+
+    @endpoint
+    async def offer_weights(self, transport: str) -> WeightSource | str:
+        """How to read the arena by this transport; a text: why that cannot be."""
+        try:
+            return await asyncio.to_thread(self._opened.offer, transport)
+        except TransportUnavailable as error:
+            return str(error)
+
+    @endpoint
+    async def publish(self, version: int) -> float:
+        """Copy the weights into the arena as `version`; they may change once this returns.
+
+        Returns:
+            seconds it took.
+        """
+        started = time.perf_counter()
+        # On a thread, so that this rank answers while a large copy runs.
+        await asyncio.to_thread(self._opened.publish, version, self.weight_tensors())
+        return time.perf_counter() - started
+
+    @property
+    def _opened(self) -> Arena:
+        if self._arena is None:
+            raise WeightsError("no one is connected: await WeightBroadcast.connect(...) before publishing")
+        return self._arena
+
+
+class ReceivesWeights:
+    """Mix-in of a worker that uses a learner's weights; put it before `Worker` and write `swap_weights`."""
+
+    _source: Layout | None = None
+    _subscriber: Subscriber | None = None
+    _pulling: asyncio.Lock | None = None
+    weights_device: torch.device | str = "cpu"
+    """Where the weights are to arrive."""
+
+    async def swap_weights(self, named: Mapping[str, Tensor], version: int) -> None:
+        """Use these weights; return when they are in use and `named` is not: the next pull overwrites it."""
+        raise NotImplementedError(f"{type(self).__name__} must define swap_weights(named, version)")
+
+    def weights_target(self, source: Layout) -> Layout:
+        """What this worker needs of the learner's weights, as one rank; here everything, whole.
+
+        A rank of a tensor-parallel engine that fuses q, k and v would answer with, for each layer,
+        `source.split({"wq": 0, "wk": 0, "wv": 0, "wo": 1}, self.world_size).fused("qkv", ["wq", "wk", "wv"])
+        .of_rank(self.rank)`.
+        """
+        return source.whole()
+
+    @endpoint
+    async def weights_needed(self, source: Layout) -> Place:
+        """Ask the worker what it needs of what the learner has."""
+        self._source = source
+        return Place(self.weights_target(source), HostProcess.current())
+
+    @endpoint
+    async def connect_weights(
+        self, target: Layout, sources: Sequence[WeightSource], unconnected: Sequence[int]
+    ) -> str | None:
+        """Open the learner ranks' arenas.
+
+        Args:
+            target: what all readers need.
+            unconnected: numbers of those readers that are to try; the others have a way already.
+
+        Returns:
+            None: connected. A text: why it cannot be by this transport.
+        """
+        number, source = _number(self), self._source
+        if number not in unconnected:
+            return None
+        assert source is not None
+        try:
+            subscriber = await asyncio.to_thread(
+                lambda: Subscriber(plan(source, target), number, sources, self.weights_device)
+            )
+        except (ArenaUnreachable, TransferFailed, TransportUnavailable) as error:
+            return str(error)
+        self._pulling = self._pulling or asyncio.Lock()
+        async with self._pulling:
+            before, self._subscriber = self._subscriber, subscriber
+            if before is not None:
+                before.close()
+        return None
+
+    @endpoint
+    async def pull_weights(self, version: int, deadline_seconds: float) -> PullReport:
+        """Fetch `version`, verify it, and have it used. On any error the old weights stay in use."""
+        if self._subscriber is None or self._pulling is None:
+            raise WeightsError(
+                "not connected to a learner: await WeightBroadcast.connect(...) before pulling"
+            )
+        async with self._pulling:
+            named, report = await asyncio.to_thread(self._subscriber.pull, version, deadline_seconds)
+            await self.swap_weights(named, version)
+        return report
+
+
+def _number(worker: object) -> int:
+    """Which rank of all replicas this is."""
+    assert isinstance(worker, Worker)
+    return worker.replica * worker.world_size + worker.rank
