@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,6 +14,7 @@ from meshrl.weights.plan import Plan
 
 MOST_RANKS_SHOWN = 16
 """A side; of more the text gives least, mean and most, and the picture leaves the rest out."""
+MOST_CUTS_SHOWN = 40
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _BOX_WIDTH, _FLOW_WIDTH, _MARGIN, _GAP, _HEIGHT, _LEAST_BOX = 150, 320, 12, 14, 320, 18
 
@@ -30,8 +32,9 @@ class Explanation:
         ratio = moved / plan.bytes_needed if plan.bytes_needed else 1.0
         return "\n".join(
             [
-                f"{len(plan.target.parameters):,} parameters, {plan.source.ranks} {self.source_name} ranks to "
-                f"{plan.target.ranks} {self.target_name} ranks",
+                f"{_count(len(plan.target.parameters), 'parameter')}, "
+                f"{_count(plan.source.ranks, f'{self.source_name} rank')} to "
+                f"{_count(plan.target.ranks, f'{self.target_name} rank')}",
                 f"{size(moved)} moved, {size(plan.bytes_needed)} needed, ratio {ratio:.3f}",
                 "",
                 *(self._table() if max(plan.traffic.shape) <= MOST_RANKS_SHOWN else self._summary()),
@@ -91,29 +94,38 @@ class Explanation:
 
     def _summary(self) -> Iterator[str]:
         traffic = self.plan.traffic
-        for name, word, bytes_, peers in (
-            (self.source_name, "gives", traffic.sum(axis=1), (traffic > 0).sum(axis=1)),
-            (self.target_name, "takes", traffic.sum(axis=0), (traffic > 0).sum(axis=0)),
+        for name, word, preposition, bytes_, peers in (
+            (self.source_name, "gives", "to", traffic.sum(axis=1), (traffic > 0).sum(axis=1)),
+            (self.target_name, "takes", "from", traffic.sum(axis=0), (traffic > 0).sum(axis=0)),
         ):
             least, mean, most = int(bytes_.min()), int(bytes_.mean()), int(bytes_.max())
             yield (
-                f"a {name} rank {word} {size(mean)} (least {size(least)}, most {size(most)}), to or from "
-                f"{peers.mean():.1f} ranks"
+                f"a {name} rank {word} {size(mean)} (least {size(least)}, most {size(most)}), "
+                f"{preposition} {peers.mean():.1f} ranks (least {peers.min()}, most {peers.max()})"
             )
 
     def _cuts(self) -> Iterator[str]:
-        """One line for each way in which parameters are cut."""
+        """One line for each way in which parameters are cut, cast and kept."""
         plan = self.plan
-        for group in plan.groups:
-            name = group.names[0]
-            held, wanted = plan.source.parameters[name], plan.target.parameters[name]
-            more = f" and {len(group.names) - 1:,} more" if len(group.names) > 1 else ""
-            cast = "" if held.dtype == wanted.dtype else f", {wanted.dtype} on arrival"
-            home = f", in {wanted.tensor}" if wanted.tensor and wanted.tensor != name else ""
+        alike: dict[tuple[object, ...], list[str]] = {}
+        fused = Counter(held.tensor for held in plan.target.parameters.values() if held.tensor)
+        for number, group in enumerate(plan.groups):
+            for name in group.names:
+                tensor = plan.target.parameters[name].tensor
+                kept = "" if tensor in (None, name) else "fused" if fused[tensor] > 1 else "renamed"
+                dtypes = plan.held_as[name], plan.target.parameters[name].dtype
+                alike.setdefault((number, kept, *dtypes), []).append(name)
+        for (number, kept, held_as, wanted_as), names in list(alike.items())[:MOST_CUTS_SHOWN]:
+            overlap, parameter = plan.groups[int(str(number))].overlap, plan.target.parameters[names[0]]
+            more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+            cast = "" if held_as == wanted_as else f" to {wanted_as}"
+            home = f", {kept}: in {parameter.tensor}" if kept else ""
             yield (
-                f"{name} {list(held.shape)}{more}: {len(group.overlap.boxes)} boxes, {len(group.overlap.box)} "
-                f"pieces, {held.dtype}{cast}{home}".replace("torch.", "")
+                f"{names[0]} {list(parameter.shape)}{more}: {_count(len(overlap.boxes), 'box', 'boxes')}, "
+                f"{_count(len(overlap.box), 'piece')}, {held_as}{cast}{home}".replace("torch.", "")
             )
+        if len(alike) > MOST_CUTS_SHOWN:
+            yield f"and {len(alike) - MOST_CUTS_SHOWN:,} other ways to cut"
 
     def _ribbons(
         self,
@@ -144,9 +156,13 @@ class Explanation:
                     f'<path d="M{x_left},{a:.1f} C{middle},{a:.1f} {middle},{b:.1f} {x_right},{b:.1f} l0,{wide:.1f} '
                     f'C{middle},{b + wide:.1f} {middle},{a + wide:.1f} {x_left},{a + wide:.1f} Z" '
                     f'fill="hsl({source * 137 % 360},55%,55%)" fill-opacity="0.55"><title>'
-                    f"{self.source_name}[{source}] to {self.target_name}[{target}]: {int(amount):,} bytes"
-                    "</title></path>"
+                    f"{html.escape(f'{self.source_name}[{source}] to {self.target_name}[{target}]')}: "
+                    f"{int(amount):,} bytes</title></path>"
                 )
+
+
+def _count(number: int, one: str, several: str | None = None) -> str:
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
 def size(bytes_: int) -> str:

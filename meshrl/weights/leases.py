@@ -22,6 +22,9 @@ from meshrl.weights.errors import ArenaBusy, ArenaUnreachable, VersionUnavailabl
 from meshrl.weights.host import HostProcess
 
 _DIAL_SECONDS = 5.0
+"""For an address to take a call; one that leads nowhere may swallow it."""
+_GREETING_SECONDS = 30.0
+"""For a process that took a call to answer it: it may be busy."""
 _CLOSE_SECONDS = 5.0
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
 """Seconds, seconds, times: a host that vanishes without a word is noticed after about six seconds."""
@@ -232,13 +235,13 @@ class SlotService:
 class Caller:
     """A reader's connection to a service; used by one thread at a time."""
 
-    def __init__(self, address: ServiceAddress, deadline_seconds: float = _DIAL_SECONDS) -> None:
+    def __init__(self, address: ServiceAddress) -> None:
         """
         Raises:
             ArenaUnreachable: nobody answers there, or somebody else.
         """
         self.owner = address.owner
-        self._connection = self._dial(address, deadline_seconds)
+        self._connection = self._dial(address)
 
     def send(self, *request: Any) -> None:
         """Ask; `receive` brings the answer."""
@@ -295,15 +298,15 @@ class Caller:
         why = f": {error}" if str(error) else ""
         return ArenaUnreachable(f"learner {self.owner} is gone: it has closed its arena{why}")
 
-    def _dial(self, address: ServiceAddress, deadline_seconds: float) -> Connection:
+    def _dial(self, address: ServiceAddress) -> Connection:
         failures = []
         for host in address.hosts:
             try:
-                connected = socket.create_connection((host, address.port), deadline_seconds)
+                connected = socket.create_connection((host, address.port), _DIAL_SECONDS)
                 connected.settimeout(None)
                 connection = _as_connection(connected)
                 connected.close()  # the connection has a descriptor of its own
-                if not connection.poll(deadline_seconds):
+                if not connection.poll(_GREETING_SECONDS):
                     raise OSError("does not answer")
                 answer_challenge(connection, address.secret)
                 deliver_challenge(connection, address.secret)
