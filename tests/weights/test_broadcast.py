@@ -236,6 +236,20 @@ def test_training_goes_on_while_a_version_is_on_its_way(meshes: Meshes) -> None:
     meshes.check(1, before)
 
 
+def test_two_versions_in_quick_succession_arrive_one_after_the_other(meshes: Meshes) -> None:
+    weights = meshes.connect("tp")
+
+    async def quick() -> None:
+        first = await weights.publish()
+        await meshes.learner.call("train")
+        second = await weights.publish()
+        await weights.arrival(second)
+        assert weights.versions == [2, 2] and await weights.arrival(first) is not None
+
+    meshes.run(quick())
+    meshes.check(2)
+
+
 def test_a_version_that_was_not_published_does_not_arrive(meshes: Meshes) -> None:
     weights = meshes.connect("fsdp")
     with pytest.raises(UserError, match="version 1 was not published; the last one is 0"):

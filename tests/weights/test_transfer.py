@@ -65,7 +65,7 @@ def assert_same(arrived: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> No
         assert bits(arrived[name]) == bits(tensor), name
 
 
-@pytest.mark.parametrize("transport", ["memfd", "tcp"])
+@pytest.mark.parametrize("transport", ["memfd", "nixl", "tcp"])
 @pytest.mark.parametrize("digests", ["off", "sampled", "always"])
 def test_every_kind_of_tensor_arrives_bit_for_bit(transport: str, digests: Any) -> None:
     named = awkward()
@@ -80,7 +80,7 @@ def test_every_kind_of_tensor_arrives_bit_for_bit(transport: str, digests: Any) 
         assert (report.bytes, report.version, report.transport) == (needed, version, transport)
 
 
-@pytest.mark.parametrize("transport", ["memfd", "tcp"])
+@pytest.mark.parametrize("transport", ["memfd", "nixl", "tcp"])
 def test_a_fused_half_of_each_arrives_cast_and_in_place(transport: str) -> None:
     named = {"q": torch.randn(8, 6), "k": torch.randn(4, 6), "v": torch.randn(4, 6), "norm": torch.randn(6)}
 
@@ -323,7 +323,7 @@ def foreigner(pipe: Connection, offered: Offered) -> None:
         pipe.send((type(error), str(error)))
 
 
-@pytest.mark.parametrize("transport", ["memfd", "tcp"])
+@pytest.mark.parametrize("transport", ["memfd", "nixl", "tcp"])
 def test_weights_cross_processes(start: Callable[..., tuple[Any, Connection]], transport: str) -> None:
     _, pipe = start(learner, transport, 2, False)
     arrived, _ = receive(pipe).subscriber().pull(2)
@@ -346,7 +346,7 @@ def test_a_reader_killed_while_it_reads_does_not_block_the_learner(
     arena.publish(3, named)
 
 
-@pytest.mark.parametrize("transport", ["memfd", "tcp"])
+@pytest.mark.parametrize("transport", ["memfd", "nixl", "tcp"])
 def test_a_version_is_not_there_while_it_is_published_and_the_one_before_is(
     start: Callable[..., tuple[Any, Connection]], transport: str
 ) -> None:
@@ -359,7 +359,7 @@ def test_a_version_is_not_there_while_it_is_published_and_the_one_before_is(
     assert arrived["a"].tolist() == arrived["b"].tolist() == [2.0] * 4
 
 
-@pytest.mark.parametrize("transport", ["memfd", "tcp"])
+@pytest.mark.parametrize("transport", ["memfd", "nixl", "tcp"])
 def test_a_learner_killed_while_it_publishes_is_named_to_its_readers(
     start: Callable[..., tuple[Any, Connection]], transport: str
 ) -> None:
