@@ -203,6 +203,7 @@ class Trainer:
         """This rank's live parameters and buffers by name, DTensors where they are sharded. Not collective."""
         return weights_of(self.model)
 
+    @torch.no_grad()
     def whole_weights(self) -> dict[str, Tensor]:
         """Whole parameters by name, on every rank."""
         return {name: _whole(tensor) for name, tensor in self.weight_tensors().items()}
@@ -216,6 +217,7 @@ class Trainer:
         """
         _copy_parts(dict(self.model.named_parameters()), weights)
 
+    @torch.no_grad()
     def save(self, directory: Path) -> None:
         """Write weights and optimizer state, whole, to be loaded on any number of ranks; rank 0 writes."""
         from safetensors.torch import save_file

@@ -158,6 +158,7 @@ class Arena:
             )
         return WeightSource(self._address, transport, self._offers[transport].handle)
 
+    @torch.no_grad()
     def publish(
         self, version: int, named: Mapping[str, Tensor], deadline_seconds: float | None = None
     ) -> None:

@@ -32,18 +32,26 @@ def layout_of(named: Mapping[str, Tensor]) -> Layout:
 
 
 def weights_of(module: torch.nn.Module) -> dict[str, Tensor]:
-    """What of a module must travel: its parameters, and the buffers that a checkpoint of it would hold."""
+    """What of a module must travel: its parameters, and the buffers that a checkpoint of it would hold.
+
+    The live tensors themselves: detaching a DTensor takes longer than copying a small one.
+    """
     computed = {
         f"{path}.{name}" if path else name
         for path, part in module.named_modules()
         for name in part._non_persistent_buffers_set
     }
     buffers = ((name, tensor) for name, tensor in module.named_buffers() if name not in computed)
-    return {name: tensor.detach() for name, tensor in [*module.named_parameters(), *buffers]}
+    return dict([*module.named_parameters(), *buffers])
 
 
 def signature(named: Mapping[str, Tensor]) -> list[tuple[object, ...]]:
     """What decides the layout of these tensors on this rank, found much faster than the layout itself."""
+    with torch.no_grad():
+        return _signature(named)
+
+
+def _signature(named: Mapping[str, Tensor]) -> list[tuple[object, ...]]:
     return [
         (
             name,
@@ -67,7 +75,12 @@ def difference(before: Layout, now: Layout) -> str:
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, without its history."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    if not torch.is_grad_enabled():
+        return tensor.to_local()
+    with torch.no_grad():  # 50 times faster than keeping a history and dropping it
+        return tensor.to_local()
 
 
 def _box_of_shard(name: str, tensor: DTensor) -> Box:
@@ -77,7 +90,7 @@ def _box_of_shard(name: str, tensor: DTensor) -> Box:
             f"{name} is a partial sum ({tensor.placements}): only sharded or replicated weights travel"
         )
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    held = tuple(tensor.to_local().shape)
+    held = tuple(local(tensor).shape)
     if tuple(shape) != held:
         raise LayoutError(f"{name} should be a shard {tuple(shape)} by {tensor.placements} but holds {held}")
     return Box(tuple(int(o) for o in offset), held)
