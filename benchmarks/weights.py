@@ -201,8 +201,10 @@ async def measure(
         )
         rows = []
         ways: list[tuple[Transport, Digests]] = [(name, "sampled") for name in benchmark.transports]
+        other_digests: tuple[Digests, ...] = ("off", "always")
         if "memfd" in benchmark.transports:
-            ways += (("memfd", "off"), ("memfd", "always"))
+            for digests in other_digests:
+                ways.append(("memfd", digests))
         for transport, digests in ways:
             try:
                 found = await time_transport(learner, generator, transport, digests, benchmark.repeats)
