@@ -117,6 +117,7 @@ class SyntheticGenerator(ReceivesWeights, Worker):
     @endpoint
     async def setup(self, shapes: Shapes) -> None:
         self.shapes = shapes
+        self.expected = [values(shape, number) for number, shape in enumerate(shapes)]
         self.whole = [torch.zeros(shape) for shape in shapes]
 
     def weights_target(self, source: Layout) -> Layout:
@@ -128,15 +129,15 @@ class SyntheticGenerator(ReceivesWeights, Worker):
     @endpoint
     async def check(self) -> None:
         """What arrived last by `WeightBroadcast` is right."""
-        for number, (tensor, shape) in enumerate(zip(self.arrived.values(), self.shapes, strict=True)):
-            if not torch.equal(tensor, values(shape, number).chunk(self.world_size, 1)[self.rank]):
+        for number, (tensor, right) in enumerate(zip(self.arrived.values(), self.expected, strict=True)):
+            if not torch.equal(tensor, right.chunk(self.world_size, 1)[self.rank]):
                 raise AssertionError(f"tensor {number} arrived wrong")
 
     @endpoint
     async def check_whole(self) -> None:
         """What arrived last by another way is right."""
-        for number, (tensor, shape) in enumerate(zip(self.whole, self.shapes, strict=True)):
-            if not torch.equal(tensor, values(shape, number)):
+        for number, (tensor, right) in enumerate(zip(self.whole, self.expected, strict=True)):
+            if not torch.equal(tensor, right):
                 raise AssertionError(f"tensor {number} arrived wrong")
             tensor.zero_()
 
@@ -194,6 +195,7 @@ async def measure(
 ) -> list[dict[str, Any]]:
     """The rows of one case and one sharding of the generator."""
     session = Session()
+    session.on_log = lambda line: print(line, file=sys.stderr)
     async with session:
         learner, generator = await asyncio.gather(
             session.spawn(SyntheticLearner, (store, shapes), procs=2),

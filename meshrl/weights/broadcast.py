@@ -70,8 +70,7 @@ class WeightBroadcast:
         self.config = config
         self.transports = tuple(transports)
         """By which each generator process reads, by replica, then rank."""
-        self.versions: list[int] = [0] * len(target.replicas)
-        """What each replica uses; 0 before the first broadcast."""
+        self._versions = [0] * len(target.replicas)
         self.last: BroadcastReport | None = None
         """Of the newest version that arrived everywhere."""
         self._published = 0
@@ -113,9 +112,14 @@ class WeightBroadcast:
         return cls(source, target, made, transports, config)
 
     @property
+    def versions(self) -> list[int]:
+        """What each replica uses; 0 before the first broadcast."""
+        return list(self._versions)
+
+    @property
     def version(self) -> int:
         """The last version that every generator uses, pinned ones aside; 0 before the first broadcast."""
-        return min((v for r, v in enumerate(self.versions) if r not in self._pinned), default=0)
+        return min((v for r, v in enumerate(self._versions) if r not in self._pinned), default=0)
 
     @property
     def published(self) -> int:
@@ -158,7 +162,10 @@ class WeightBroadcast:
                 "publish", version, deadline_seconds=self.config.deadline_seconds + _MESSAGE_SECONDS
             )
             self._arrivals = {v: task for v, task in self._arrivals.items() if not _over(task)}
-            self._arrivals[version] = asyncio.create_task(self._bring(version, started, max(seconds)))
+            arrival = asyncio.create_task(self._bring(version, started, max(seconds)))
+            # A failure is raised by whoever awaits it; nobody may, where the program has failed elsewhere.
+            arrival.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._arrivals[version] = arrival
             return version
 
     async def arrival(self, version: int) -> BroadcastReport | None:
@@ -235,7 +242,7 @@ class WeightBroadcast:
                 self.config.deadline_seconds,
                 deadline_seconds=self.config.deadline_seconds + _MESSAGE_SECONDS,
             )
-            self.versions[replica] = version
+            self._versions[replica] = version
             return reports
 
     def _check_replica(self, replica: int) -> None:
