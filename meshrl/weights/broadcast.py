@@ -174,7 +174,7 @@ class WeightBroadcast:
         Waits for: every generator has pulled, verified and swapped, between two decode steps.
 
         Returns:
-            what it took; None where that was told before.
+            what it took; None where that was told, or the version is in use since before a later one was published.
 
         Raises:
             WeightsError: a generator did not get it, and keeps what it had.
