@@ -1,28 +1,34 @@
-"""Seconds that weights take from a learner to a generator, by every transport: `python -m benchmarks.weights`.
+"""Seconds that weights take from learner to generators, by every transport: `python -m benchmarks.weights`.
 
-Two learner processes hold shards (FSDP2, so DTensors cut by rows); one generator takes everything whole (TP1),
-or two take half of the columns each (TP2). Reference: between the pulls, each generator process copies as many
-bytes as it pulls from one place in memory to another, on one core, all processes at once as in a pull;
+Two learner processes hold FSDP2 shards (DTensors cut by rows). One generator process takes every tensor whole
+(TP1), or two take half of the columns each (TP2). Reference: between the pulls each generator process copies as
+many bytes as it takes from one place in memory to another, on one core, all processes at once as in a pull;
 `pull_over_memcpy` is that time over the pull's, so 1.0 is as fast as memory and more is better.
 
-`blocked_seconds` is how long a training loop that awaits `publish` stands still. Three other ways carry the same
-work for comparison: gather on rank 0 and send whole tensors as messages; gather and broadcast them by gloo; read
-each shard through a `RDMABuffer` of its own.
+The same work is also done in three other ways, all awaited to their end by the training loop: `gather and
+messages` gathers whole tensors on the learner, and the generator fetches them as answers of an actor; `gloo
+broadcast` gathers them and broadcasts one after the other; `rdma per tensor` reads each shard through a Monarch
+`RDMABuffer` of its own, with Monarch's own settings.
+
+What arrives is compared with what was sent, bit by bit, once for each row.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+import timeit
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,311 +38,362 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
 
 from meshrl.mesh import RoleMesh
 from meshrl.session import Session
+from meshrl.weights import rdma
 from meshrl.weights.broadcast import PublishesWeights, ReceivesWeights, WeightBroadcast, WeightsConfig
 from meshrl.weights.digests import Digests
 from meshrl.weights.errors import TransportUnavailable
 from meshrl.weights.layout import Layout
 from meshrl.weights.tensors import local
-from meshrl.weights.transport import IN_ORDER, Transport
+from meshrl.weights.transport import Transport
 from meshrl.worker import Worker, call, endpoint
 
-Shapes = list[tuple[int, int]]
-Others = Literal["messages", "gloo", "rdma per tensor"]
+Shape = tuple[int, int]
+Case = Literal["large", "small"]
+OtherWay = Literal["gather and messages", "gloo broadcast", "rdma per tensor"]
+Way = Literal["memfd", "nixl", "rdma", "tcp", OtherWay]
 
-CASES: dict[str, Shapes] = {
-    "268 MB in 4 tensors": [(4096, 4096)] * 4,
-    "61 MB in 300 tensors": [(256, 200)] * 300,
+CASES: dict[Case, tuple[str, list[Shape]]] = {
+    "large": ("268 MB in 4 tensors", [(4096, 4096)] * 4),
+    "small": ("61 MB in 300 tensors", [(256, 200)] * 300),
 }
-OTHERS: tuple[Others, ...] = ("messages", "gloo", "rdma per tensor")
+"""Label and shapes, float32."""
+LEARNERS = 2
+WARM_UPS = 2
+MEMCPY_REPEATS = 3
+"""After each pull."""
+DIGEST_TURNS = 3
+DEADLINE_SECONDS = 120.0
+MESSAGE_BYTES = 1 << 26
+"""Tensors that together have so many bytes go in one message."""
 
 
 @dataclass(frozen=True)
 class WeightsBenchmark:
-    """Time broadcasts of synthetic weights on real meshes: 2 learner processes, 1 or 2 generator processes."""
+    """Time weights on their way from 2 learner processes to 1 and to 2 generator processes."""
 
     repeats: int = 9
-    """Broadcasts of each row; medians are shown."""
-    transports: tuple[Transport, ...] = cast("tuple[Transport, ...]", IN_ORDER)
-    """Ways to measure."""
-    others: bool = True
-    """Measure the three other ways too."""
+    """Times that each row is measured, after 2 warm-ups; medians are shown."""
+    transports: tuple[Way, ...] = get_args(Way)
+    """What to measure; with memfd, the price of digests too."""
+    cases: tuple[Case, ...] = get_args(Case)
+    """`large`: 268 MB in 4 tensors; `small`: 61 MB in 300 tensors."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object per row in place of the table."""
 
 
-class SyntheticLearner(PublishesWeights, Worker):
-    """Half of the rows of each tensor."""
+@dataclass(frozen=True)
+class Round:
+    """Seconds of one broadcast; the controller's clock where nothing else is said."""
+
+    publish: float
+    """Slowest learner rank's copy, by its own clock; of the other ways: gathering."""
+    pull: float
+    """Slowest generator rank, by its own clock; of the other ways: all after gathering."""
+    end_to_end: float
+    blocked: float
+    """Until the training loop could go on."""
+    memcpy: float
+    """Of as many bytes as each generator rank takes, all at once; the slowest, by its own clock."""
+
+
+class Benchmarked(Worker):
+    """Has whole tensors in memory, and can bring them from learner rank 0 to a generator by gloo."""
+
+    whole: list[Tensor]
 
     @endpoint
-    async def setup(self, setup: tuple[str, Shapes]) -> None:
-        store, shapes = setup
-        dist.init_process_group(
-            "gloo", store=FileStore(store, self.world_size), rank=self.rank, world_size=self.world_size
-        )
-        mesh = init_device_mesh("cpu", (self.world_size,))
-        self.named = {
-            f"layers.{number}.weight": distribute_tensor(values(shape, number), mesh, [Shard(0)])
-            for number, shape in enumerate(shapes)
-        }
+    async def join_pair(self, store: str, rank: int) -> None:
+        deadline = timedelta(seconds=DEADLINE_SECONDS)
+        self.pair: Any = dist.ProcessGroupGloo(FileStore(store, 2), rank, 2, deadline)
+
+    @endpoint
+    async def broadcast_whole(self) -> None:
+        await asyncio.to_thread(lambda: [self.pair.broadcast(tensor, 0).wait() for tensor in self.whole])
+
+
+class BenchmarkLearner(PublishesWeights, Benchmarked):
+    """Half of the rows of each tensor, sharded by FSDP2."""
+
+    @endpoint
+    async def setup(self, store: str) -> None:
+        dist.init_process_group("gloo", store=FileStore(store, LEARNERS), rank=self.rank, world_size=LEARNERS)
+        self.mesh = init_device_mesh("cpu", (LEARNERS,))
+
+    @endpoint
+    async def load(self, shapes: Sequence[Shape]) -> None:
+        """Hold tensors of these shapes from now on."""
+        self.whole = []
+        layers = (torch.nn.Parameter(made_up(shape, number)) for number, shape in enumerate(shapes))
+        self.module = torch.nn.ParameterList(layers)
+        fully_shard(self.module, mesh=self.mesh)
 
     def weight_tensors(self) -> Mapping[str, Tensor]:
-        return self.named
+        return dict(self.module.named_parameters())
+
+    @endpoint
+    async def halve(self) -> None:
+        """Change every weight, exactly: what arrived before is wrong from now on."""
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.mul_(0.5)
 
     @endpoint
     async def gather(self) -> None:
-        """Whole tensors on every rank."""
-        self.whole = await asyncio.to_thread(lambda: [t.full_tensor() for t in self.named.values()])
+        """Bring whole tensors together on every rank."""
+        self.whole = []
+        shards: list[Any] = [parameter.detach() for parameter in self.module.parameters()]
+        self.whole = await asyncio.to_thread(lambda: [shard.full_tensor() for shard in shards])
 
     @endpoint
-    async def whole_tensor(self, number: int) -> Tensor:
-        return self.whole[number]
-
-    @endpoint
-    async def join_gloo(self, store: str) -> None:
-        self.group = gloo(store, self.rank)
-
-    @endpoint
-    async def send_by_gloo(self) -> None:
-        await asyncio.to_thread(lambda: [self.group.broadcast(tensor, 0).wait() for tensor in self.whole])
+    async def gathered(self, first: int, last: int) -> list[Tensor]:
+        return self.whole[first:last]
 
     @endpoint
     async def register_each(self) -> list[Any]:
+        """One `RDMABuffer` for each shard."""
         from monarch.rdma import RDMABuffer
 
-        flat = [local(tensor).view(torch.uint8).flatten() for tensor in self.named.values()]
-        return await asyncio.to_thread(lambda: [RDMABuffer(tensor) for tensor in flat])
+        shards = [as_bytes(local(parameter)) for parameter in self.module.parameters()]
+        return await asyncio.to_thread(lambda: [RDMABuffer(shard) for shard in shards])
 
 
-class SyntheticGenerator(ReceivesWeights, Worker):
-    """Everything, or half of the columns of each tensor."""
+class BenchmarkGenerator(ReceivesWeights, Benchmarked):
+    """Every tensor, or half of its columns."""
 
     @endpoint
-    async def setup(self, shapes: Shapes) -> None:
-        self.shapes = shapes
-        self.expected = [values(shape, number) for number, shape in enumerate(shapes)]
-        self.whole = [torch.zeros(shape) for shape in shapes]
+    async def load(self, shapes: Sequence[Shape]) -> None:
+        """Expect tensors of these shapes from now on."""
+        whole = (made_up(shape, number) for number, shape in enumerate(shapes))
+        self.expected = [tensor.chunk(self.world_size, 1)[self.rank].contiguous() for tensor in whole]
+        elements = sum(tensor.numel() for tensor in self.expected)
+        self.copied, self.copy = torch.ones(elements), torch.zeros(elements)
+        self.whole = [torch.zeros_like(tensor) for tensor in self.expected]
+        """Where the other ways bring them."""
+        self.arrived: list[Tensor] = self.whole
 
     def weights_target(self, source: Layout) -> Layout:
-        return source.split({name: 1 for name in source.parameters}, self.world_size).of_rank(self.rank)
+        return source.split(dict.fromkeys(source.parameters, 1), self.world_size).of_rank(self.rank)
 
     async def swap_weights(self, named: Mapping[str, Tensor], version: int) -> None:
-        self.arrived = named
+        self.arrived = list(named.values())
 
     @endpoint
-    async def check(self) -> None:
-        """What arrived last by `WeightBroadcast` is right."""
-        for number, (tensor, right) in enumerate(zip(self.arrived.values(), self.expected, strict=True)):
-            if not torch.equal(tensor, right.chunk(self.world_size, 1)[self.rank]):
+    async def check(self, scale: float) -> None:
+        """Raises unless the learner's first weights times `scale` are here, bit by bit."""
+        for number, (tensor, expected) in enumerate(zip(self.arrived, self.expected, strict=True)):
+            if not torch.equal(tensor.view(torch.int32), (expected * scale).view(torch.int32)):
                 raise AssertionError(f"tensor {number} arrived wrong")
 
     @endpoint
-    async def check_whole(self) -> None:
-        """What arrived last by another way is right."""
-        for number, (tensor, right) in enumerate(zip(self.whole, self.expected, strict=True)):
-            if not torch.equal(tensor, right):
-                raise AssertionError(f"tensor {number} arrived wrong")
-            tensor.zero_()
+    async def memcpy_seconds(self) -> float:
+        """Median, to copy as many bytes as this rank takes, between two places whose pages are there."""
+        repeats = timeit.repeat(lambda: self.copy.copy_(self.copied), number=1, repeat=MEMCPY_REPEATS)
+        return statistics.median(repeats)
 
     @endpoint
-    async def memcpy_seconds(self, repeats: int) -> float:
-        """Median time to copy as many bytes as a pull takes, from one place in memory to another."""
-        size = sum(rows * columns * 4 for rows, columns in self.shapes) // self.world_size
-        source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-        return statistics.median(seconds_of(lambda: target.copy_(source)) for _ in range(repeats))
+    async def fetch_messages(self, learner: Any) -> None:
+        each = max(1, MESSAGE_BYTES // self.whole[0].nbytes)
+        for first in range(0, len(self.whole), each):
+            landings = self.whole[first : first + each]
+            answer = await call(learner, "gathered", first, first + each, deadline_seconds=DEADLINE_SECONDS)
+            for landing, tensor in zip(landings, answer, strict=True):
+                landing.copy_(tensor)
 
     @endpoint
-    async def receive_messages(self, learner: Any) -> None:
-        for number in range(len(self.shapes)):
-            self.whole[number].copy_(await call(learner, "whole_tensor", number, deadline_seconds=60))
-
-    @endpoint
-    async def join_gloo(self, store: str) -> None:
-        self.group = gloo(store, 1)
-
-    @endpoint
-    async def receive_by_gloo(self) -> None:
-        await asyncio.to_thread(lambda: [self.group.broadcast(tensor, 0).wait() for tensor in self.whole])
-
-    @endpoint
-    async def read_each(self, buffers: list[list[Any]]) -> None:
-        for number, tensor in enumerate(self.whole):
-            for part, rank in zip(tensor.chunk(len(buffers)), buffers, strict=True):
-                await rank[number].read_into(part.view(torch.uint8).flatten(), timeout=60)
+    async def read_each(self, buffers: Sequence[Sequence[Any]]) -> None:
+        """Each shard from its buffer: `[learner rank][tensor]`."""
+        for number, landing in enumerate(self.whole):
+            for part, held in zip(landing.chunk(len(buffers)), buffers, strict=True):
+                await held[number].read_into(as_bytes(part), timeout=int(DEADLINE_SECONDS))
 
 
 def main() -> None:
     """Run and print."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the workers inherit it
     benchmark = tyro.cli(WeightsBenchmark, description=__doc__)
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as stores:
-        for number, (case, shapes) in enumerate(CASES.items()):
-            for procs in (1, 2):
-                print(f"{case}, TP{procs} …", file=sys.stderr, flush=True)
-                store = str(Path(stores) / f"{number}-{procs}")
-                rows += asyncio.run(measure(benchmark, case, shapes, procs, store))
+    rows = asyncio.run(measure(benchmark))
     if benchmark.json:
         for row in rows:
             print(json.dumps(row))
         return
-    table = Table(title="Weights, median seconds")
-    for name in rows[0]:
-        table.add_column(name.replace("_", " "))
+    columns = list(dict.fromkeys(name for row in rows for name in row if name != "unavailable"))
+    table = Table(title="Weights from learner to generators, medians")
+    for name in columns:
+        table.add_column(name.replace("gigabytes_per_second", "GB/s").replace("_", " "))
     for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+        cells = [row.get(name, "–") for name in columns]
+        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells))
     Console(width=200).print(table)
+    for row in (row for row in rows if "unavailable" in row):
+        print(f"{row['transport']} ({row['case']}, {row['target']}): {row['unavailable']}")
 
 
-async def measure(
-    benchmark: WeightsBenchmark, case: str, shapes: Shapes, procs: int, store: str
-) -> list[dict[str, Any]]:
-    """The rows of one case and one sharding of the generator."""
+async def measure(benchmark: WeightsBenchmark) -> list[dict[str, Any]]:
+    """All rows, by case and target. At most five processes at once, this one included."""
+    others = [way for way in benchmark.transports if way in get_args(OtherWay)]
+    transports = [way for way in benchmark.transports if way not in others]
+    rows: list[dict[str, Any]] = []
+    for processes in (1, 2) if transports else ():
+        async with meshes(processes) as work:
+            for case in benchmark.cases:
+                await work.load(case)
+                for transport in transports:
+                    row = await work.time_transport(cast("Transport", transport), benchmark.repeats)
+                    rows.append(row)
+                    if (transport, case, processes) == ("memfd", "large", 1) and "unavailable" not in row:
+                        rows += await work.time_digests(benchmark.repeats)
+    if others:
+        # In processes of their own: `rdma` changes Monarch's settings, which `rdma per tensor` takes as they are.
+        async with meshes(1) as work:
+            for case in benchmark.cases:
+                await work.load(case)
+                rows += [await work.time_other(cast("OtherWay", way), benchmark.repeats) for way in others]
+    labels = [CASES[case][0] for case in benchmark.cases]
+    return sorted(rows, key=lambda row: (labels.index(row["case"]), row["target"]))
+
+
+@asynccontextmanager
+async def meshes(processes: int) -> AsyncIterator[Work]:
+    """Live meshes, with so many processes in the generator."""
     session = Session()
-    session.on_log = lambda line: print(line, file=sys.stderr)
-    async with session:
-        learner, generator = await asyncio.gather(
-            session.spawn(SyntheticLearner, (store, shapes), procs=2),
-            session.spawn(SyntheticGenerator, shapes, procs=procs),
-        )
-        rows = []
-        ways: list[tuple[Transport, Digests]] = [(name, "sampled") for name in benchmark.transports]
-        other_digests: tuple[Digests, ...] = ("off", "always")
-        if "memfd" in benchmark.transports:
-            for digests in other_digests:
-                ways.append(("memfd", digests))
-        for transport, digests in ways:
-            try:
-                found = await time_transport(learner, generator, transport, digests, benchmark.repeats)
-            except TransportUnavailable as error:
-                print(f"{transport} is not available: {error}", file=sys.stderr)
-                continue
-            rows.append({"case": case, "target": f"TP{procs}", **found})
-        for way in OTHERS if benchmark.others and procs == 1 else ():
-            found = await time_other(learner, generator, way, shapes, f"{store}-gloo", benchmark.repeats)
-            rows.append({"case": case, "target": "TP1", **found})
-        return rows
+    session.on_note = session.on_log = tell
+    with tempfile.TemporaryDirectory() as directory:
+        store, pair = str(Path(directory) / "learners"), str(Path(directory) / "pair")
+        async with session:
+            tell(f"starting {LEARNERS} learner and {processes} generator processes")
+            learner, generator = await asyncio.gather(
+                session.spawn(BenchmarkLearner, store, procs=LEARNERS),
+                session.spawn(BenchmarkGenerator, procs=processes),
+            )
+            pairs = enumerate((learner, generator))
+            await asyncio.gather(*(mesh.call_rank("join_pair", pair, rank) for rank, mesh in pairs))
+            yield Work(learner, generator)
 
 
-async def time_transport(
-    learner: RoleMesh, generator: RoleMesh, transport: Transport, digests: Digests, repeats: int
-) -> dict[str, Any]:
-    """Medians over broadcasts, the first two not counted."""
-    config = WeightsConfig(transport=transport, digests=digests)
-    weights = await WeightBroadcast.connect(source=learner, target=generator, config=config)
-    publish, pull, total, blocked, memcpy = [], [], [], [], []
-    for _ in range(repeats + 2):
-        started = time.perf_counter()
-        version = await weights.publish()
-        blocked.append(time.perf_counter() - started)
-        report = await weights.arrival(version)
-        assert report is not None
-        publish.append(report.publish_seconds)
-        pull.append(report.pull_seconds)
-        total.append(report.total_seconds)
-        memcpy.append(max(await generator.call("memcpy_seconds", 3)))
-    await generator.call("check")
-    return _row(
-        transport,
-        digests,
-        reference=statistics.median(memcpy),
-        publish=_median(publish),
-        pull=_median(pull),
-        total=_median(total),
-        blocked=_median(blocked),
-        gigabytes=weights.bytes_per_broadcast / 1e9,
-        ratio=weights.bytes_per_broadcast / weights.plan.bytes_needed,
-    )
+class Work:
+    """Meshes, and the tensors that they hold."""
+
+    def __init__(self, learner: RoleMesh, generator: RoleMesh) -> None:
+        self.learner, self.generator = learner, generator
+        self.label, self.bytes = "", 0
+        self.scale = 1.0
+        """The learner's weights now over those that it began with."""
+
+    async def load(self, case: Case) -> None:
+        """Give both meshes the tensors of a case."""
+        self.label, shapes = CASES[case]
+        self.bytes = sum(4 * rows * columns for rows, columns in shapes)
+        self.scale = 1.0
+        await asyncio.gather(self.learner.call("load", shapes), self.generator.call("load", shapes))
+
+    async def time_transport(self, transport: Transport, repeats: int) -> dict[str, Any]:
+        """One row; of a transport that does not work here, why."""
+        try:
+            return self.row(transport, "sampled", *await self.broadcasts(transport, "sampled", repeats))
+        except TransportUnavailable as error:
+            return self.unavailable(transport, str(error))
+
+    async def time_digests(self, repeats: int) -> list[dict[str, Any]]:
+        """A row for each kind, by memfd. They take turns, since the speed of a shared machine drifts."""
+        rounds: dict[Digests, list[Round]] = {"off": [], "sampled": [], "always": []}
+        for kind in list(rounds) * DIGEST_TURNS:
+            rounds[kind] += (await self.broadcasts("memfd", kind, -(-repeats // DIGEST_TURNS)))[0]
+        work = {kind: statistics.median(r.publish + r.pull for r in found) for kind, found in rounds.items()}
+        return [
+            self.row("memfd", kind, found, 1.0) | {"over_digests_off": work[kind] / work["off"]}
+            for kind, found in rounds.items()
+        ]
+
+    async def time_other(self, way: OtherWay, repeats: int) -> dict[str, Any]:
+        """One row of another way; training stands still all the while."""
+        rank_0 = self.learner.replicas[0].actors.slice(gpus=0)
+        shards = way == "rdma per tensor"
+        if shards and not rdma.available()[0]:
+            return self.unavailable(way, rdma.available()[1])
+        buffers = await self.learner.call("register_each") if shards else []
+
+        async def once() -> Round:
+            started = time.perf_counter()
+            if not shards:
+                await self.learner.call("gather")
+            gathering = 0.0 if shards else time.perf_counter() - started
+            if way == "gather and messages":
+                await self.generator.call("fetch_messages", rank_0)
+            elif way == "gloo broadcast":
+                both = self.learner, self.generator
+                await asyncio.gather(*(mesh.call_rank("broadcast_whole") for mesh in both))
+            else:
+                await self.generator.call("read_each", buffers)
+            total = time.perf_counter() - started
+            return Round(gathering, total - gathering, total, total, await self.memcpy())
+
+        return self.row(way, "off", await self.checked(once, repeats), 1.0 if shards else float(LEARNERS))
+
+    async def broadcasts(self, way: Transport, digests: Digests, repeats: int) -> tuple[list[Round], float]:
+        """Connect, and broadcast as a training loop does; also bytes moved over bytes needed, by the plan."""
+        config, ends = WeightsConfig(way, digests), {"source": self.learner, "target": self.generator}
+        weights = await WeightBroadcast.connect(**ends, config=config, note=tell)
+
+        async def once() -> Round:
+            started = time.perf_counter()
+            version = await weights.publish()
+            blocked = time.perf_counter() - started
+            report = await weights.arrival(version)
+            assert report is not None
+            seconds = report.publish_seconds, report.pull_seconds, report.total_seconds
+            return Round(*seconds, blocked, await self.memcpy())
+
+        return await self.checked(once, repeats), weights.bytes_per_broadcast / weights.plan.bytes_needed
+
+    async def memcpy(self) -> float:
+        return max(await self.generator.call("memcpy_seconds"))
+
+    async def checked(self, once: Callable[[], Awaitable[Round]], repeats: int) -> list[Round]:
+        """Rounds after warm-ups, of which the last brings new weights that are checked."""
+        for number in range(WARM_UPS):
+            if number == WARM_UPS - 1:
+                await self.learner.call("halve")
+                self.scale /= 2
+            await once()
+        await self.generator.call("check", self.scale)
+        return [await once() for _ in range(repeats)]
+
+    def row(self, way: str, digests: Digests, rounds: Sequence[Round], moved: float) -> dict[str, Any]:
+        """Medians of the rounds."""
+        row: dict[str, Any] = self.labels(way) | {"digests": digests}
+        for field in fields(Round):
+            row[f"{field.name}_seconds"] = statistics.median(getattr(one, field.name) for one in rounds)
+        row["gigabytes_per_second"] = self.bytes / row["pull_seconds"] / 1e9
+        row["pull_over_memcpy"] = row["memcpy_seconds"] / row["pull_seconds"]
+        row["bytes_moved_over_needed"] = moved
+        tell(f"{self.label} | {row['target']} | {way} | {digests}: pull {row['pull_seconds']:.3f} s")
+        return row
+
+    def unavailable(self, way: str, reason: str) -> dict[str, Any]:
+        tell(f"{self.label} | {way} | not available: {reason}")
+        return self.labels(way) | {"unavailable": reason}
+
+    def labels(self, way: str) -> dict[str, str]:
+        return {"case": self.label, "target": f"TP{self.generator.size}", "transport": way}
 
 
-async def time_other(
-    learner: RoleMesh, generator: RoleMesh, way: Others, shapes: Shapes, store: str, repeats: int
-) -> dict[str, Any]:
-    """The same work another way; training stands still all the while."""
-    first = learner.replicas[0].actors.slice(gpus=0)
-    if way == "gloo":
-        await asyncio.gather(
-            learner.call_rank("join_gloo", store, rank=0), generator.call("join_gloo", store)
-        )
-    buffers = await learner.call("register_each") if way == "rdma per tensor" else []
-    before, pull, total, memcpy = [], [], [], []
-    for _ in range(repeats + 2):
-        started = time.perf_counter()
-        if way != "rdma per tensor":
-            await learner.call("gather")
-        before.append(time.perf_counter() - started)
-        receiving: dict[Others, Callable[[], Awaitable[Any]]] = {
-            "messages": lambda: generator.call("receive_messages", first),
-            "gloo": lambda: asyncio.gather(
-                learner.call_rank("send_by_gloo", rank=0), generator.call("receive_by_gloo")
-            ),
-            "rdma per tensor": lambda: generator.call("read_each", buffers),
-        }
-        await receiving[way]()
-        total.append(time.perf_counter() - started)
-        pull.append(total[-1] - before[-1])
-        memcpy.append(max(await generator.call("memcpy_seconds", 3)))
-        await generator.call("check_whole")
-    return _row(
-        way,
-        "off",
-        reference=statistics.median(memcpy),
-        publish=_median(before),
-        pull=_median(pull),
-        total=_median(total),
-        blocked=_median(total),
-        gigabytes=sum(rows * columns * 4 for rows, columns in shapes) / 1e9,
-        ratio=1.0,
-    )
-
-
-def _row(
-    transport: str,
-    digests: str,
-    *,
-    reference: float,
-    publish: float,
-    pull: float,
-    total: float,
-    blocked: float,
-    gigabytes: float,
-    ratio: float,
-) -> dict[str, Any]:
-    return {
-        "transport": transport,
-        "digests": digests,
-        "publish_seconds": publish,
-        "pull_seconds": pull,
-        "end_to_end_seconds": total,
-        "blocked_seconds": blocked,
-        "gigabytes_per_second": gigabytes / pull,
-        "memcpy_seconds": reference,
-        "pull_over_memcpy": reference / pull,
-        "bytes_moved_over_needed": ratio,
-    }
-
-
-def values(shape: tuple[int, int], number: int) -> Tensor:
-    """The whole tensor of that number: on every process the same."""
+def made_up(shape: Shape, number: int) -> Tensor:
+    """The whole tensor of that number: float32, on every process the same."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(number))
 
 
-def gloo(store: str, rank: int) -> Any:
-    """A group of learner rank 0 and the generator, beside whatever groups there are."""
-    return dist.ProcessGroupGloo(FileStore(store, 2), rank, 2, timedelta(seconds=60))
+def as_bytes(tensor: Tensor) -> Tensor:
+    """uint8 `[bytes]`: the same memory."""
+    return tensor.view(-1).view(torch.uint8)
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-def _median(seconds: list[float]) -> float:
-    """The first two warm up: pages, connections."""
-    return statistics.median(seconds[2:])
+def tell(text: str) -> None:
+    """To a person who waits: standard output holds the results alone."""
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
