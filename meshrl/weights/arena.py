@@ -68,6 +68,8 @@ class Manifest:
     digests: Digests
     values: tuple[int, ...]
     """Digest of each block that `blocks_to_verify` names for this version."""
+    transports: tuple[str, ...]
+    """By which the arena is being read."""
 
     def check(self, version: int, fingerprint: int, blocks: int) -> None:
         """
@@ -184,7 +186,8 @@ class Arena:
             view.copy_(local(named[cell.parameter])[slices])
         blocks = blocks_to_verify(self._cells, self._stretches, self.config.digests, version)
         values = tuple(digest(block.of(views[block.cell])) for block in blocks)
-        self.service.commit(slot, version, Manifest(version, self._fingerprint, self.config.digests, values))
+        manifest = Manifest(version, self._fingerprint, self.config.digests, values, tuple(self._offers))
+        self.service.commit(slot, version, manifest)
 
     def close(self) -> None:
         """Stop to serve; memory goes when nobody has it mapped any more."""

@@ -191,6 +191,7 @@ def test_a_manifest_of_another_version_or_plan_is_refused() -> None:
     arena, offered = publisher(named)
     arena.publish(1, named)
     manifest = arena.service._manifests[0]
+    assert manifest.transports == ("memfd",)
     arena.service._manifests[0] = replace(manifest, version=2)
     with pytest.raises(VersionUnavailable, match="has version 2 where version 1 should be"):
         offered.subscriber().pull(1)
