@@ -22,9 +22,9 @@ from meshrl.errors import UserError
 from meshrl.weights.digests import Digests, blocks_to_verify, digest
 from meshrl.weights.errors import DigestMismatch, LayoutError, VersionUnavailable
 from meshrl.weights.host import HostProcess, ip_addresses
-from meshrl.weights.leases import ServiceAddress, SlotService, service_hosts
 from meshrl.weights.memfd import MemoryFile, check_memory
 from meshrl.weights.plan import Cell, Plan
+from meshrl.weights.service import ServiceAddress, SlotService, service_hosts
 from meshrl.weights.tensors import difference, layout_of, local, signature
 from meshrl.weights.transport import Transport, make_offer
 from meshrl.weights.wire import Offer

@@ -10,7 +10,7 @@ import torch
 
 from meshrl.weights.errors import ArenaUnreachable, TransferFailed
 from meshrl.weights.host import HostProcess
-from meshrl.weights.leases import Caller, ServiceAddress
+from meshrl.weights.service import Caller, ServiceAddress
 from meshrl.weights.wire import Arrivals, Piece
 
 NAME = "tcp"

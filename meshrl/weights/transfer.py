@@ -14,8 +14,8 @@ from meshrl.weights.arena import Manifest, WeightSource, fingerprint
 from meshrl.weights.digests import Block, blocks_to_verify, digest
 from meshrl.weights.errors import ArenaUnreachable, DigestMismatch, WeightsError
 from meshrl.weights.layout import allocate
-from meshrl.weights.leases import Caller
 from meshrl.weights.plan import Cell, Plan
+from meshrl.weights.service import Caller
 from meshrl.weights.transport import make_link
 from meshrl.weights.wire import Link, Piece, Stretch
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from meshrl.weights import memfd, nixl, rdma, tcp
 from meshrl.weights.errors import TransportUnavailable
 from meshrl.weights.host import HostProcess
-from meshrl.weights.leases import ServiceAddress
 from meshrl.weights.memfd import MemoryFile
+from meshrl.weights.service import ServiceAddress
 from meshrl.weights.wire import Link, Offer, Piece, Stretch
 
 Transport = Literal["auto", "memfd", "nixl", "rdma", "tcp"]

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from meshrl.weights.errors import ArenaBusy, ArenaUnreachable, VersionUnavailable
 from meshrl.weights.host import HostProcess, ip_addresses
-from meshrl.weights.leases import Caller, Leases, ServiceAddress, SlotService, service_hosts
+from meshrl.weights.leases import Leases
+from meshrl.weights.service import Caller, ServiceAddress, SlotService, service_hosts
 
 SECRET = b"secret of sixteen"
 
