@@ -12,11 +12,11 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -31,6 +31,8 @@ from meshrl.rewards import Grade
 from meshrl.rollout import GroupRequest, Prompt, Rollout, RolloutGroup, RolloutHandle, Task
 from meshrl.weights.workers import ReceivesWeights
 from meshrl.worker import Worker, call, endpoint
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -130,15 +132,8 @@ class Generator(ReceivesWeights, Worker):
             prompt = self._task.prompt(request.split, request.prompt_index)
             ids = self._tokenizer.encode(prompt.text)
             groups.append(_Group(request, prompt, ids, [None] * len(request.seeds)))
-        for group in groups:
-            request = group.request
-            try:
-                self._engine.submit(
-                    EngineRequest(request.group_id, group.prompt_ids, request.seeds, request.sampling)
-                )
-            except UserError as error:
-                raise UserError(f"{request.split} prompt {request.prompt_index}: {error}") from None
-            self._groups[request.group_id] = group
+        self._groups |= {group.request.group_id: group for group in groups}
+        await self._between_steps(self._submit, groups)
         self._work.set()
 
     @endpoint
@@ -167,7 +162,11 @@ class Generator(ReceivesWeights, Worker):
     async def abandon(self) -> None:
         """Forget all that is in progress or docked, and write what was recorded: nobody will ask for the rest."""
         for group_id in list(self._groups):
-            self._engine.abort(group_id)
+            await self._between_steps(self._engine.abort, group_id)
+        grading = list(self._tasks)
+        for task in grading:
+            task.cancel()
+        await asyncio.gather(*grading, return_exceptions=True)
         dock().release(list(self._records))
         self._groups.clear()
         self._records.clear()
@@ -201,14 +200,29 @@ class Generator(ReceivesWeights, Worker):
         self._work.set()
         await swapped
 
+    def _submit(self, groups: Sequence[_Group]) -> None:
+        for position, group in enumerate(groups):
+            request = group.request
+            try:
+                self._engine.submit(
+                    EngineRequest(request.group_id, group.prompt_ids, request.seeds, request.sampling)
+                )
+            except UserError as error:
+                for refused in groups[position:]:
+                    del self._groups[refused.request.group_id]
+                raise UserError(f"{request.split} prompt {request.prompt_index}: {error}") from None
+
+    async def _between_steps(self, method: Callable[..., Result], *args: Any) -> Result:
+        """Call the engine on its own thread, which no other may: it may be in the middle of a step."""
+        return await asyncio.get_running_loop().run_in_executor(self._decode_thread, method, *args)
+
     async def _drive(self) -> None:
         """Step the engine while it has work. Waits for: `submit` or `swap_weights`."""
-        loop = asyncio.get_running_loop()
         try:
             while True:
                 while self._new_weights:
                     named, version, swapped = self._new_weights.popleft()
-                    await loop.run_in_executor(self._decode_thread, self._engine.load_weights, named, version)
+                    await self._between_steps(self._engine.load_weights, named, version)
                     self._version = version
                     if not swapped.done():
                         swapped.set_result(None)
@@ -219,7 +233,7 @@ class Generator(ReceivesWeights, Worker):
                     continue
                 self._idle_since = None
                 started = time.perf_counter()
-                samples = await loop.run_in_executor(self._decode_thread, self._engine.step)
+                samples = await self._between_steps(self._engine.step)
                 self._generate_seconds += time.perf_counter() - started
                 self._collect(samples)
         except Exception as error:
@@ -242,6 +256,7 @@ class Generator(ReceivesWeights, Worker):
 
     async def _grade(self, groups: Sequence[_Group]) -> None:
         """Dock the groups' columns, have them graded, announce them."""
+        rollouts: list[Rollout] = []
         try:
             docked = self._dock(groups)
             rollouts = [rollout for part in docked for rollout in part]
@@ -260,6 +275,9 @@ class Generator(ReceivesWeights, Worker):
                 handles = self._handles(group, part, [next(answers) for _ in part])
                 self._finished.append((self._finished_number, handles))
             self._news.set()
+        except asyncio.CancelledError:  # abandoned: nobody will ask for these
+            dock().release([rollout.id for rollout in rollouts])
+            raise
         except Exception as error:
             self._fail(error)
 

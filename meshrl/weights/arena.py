@@ -184,6 +184,8 @@ class Arena:
         views = self.views[slot]
         for cell, view, slices in zip(self._cells, views, self._slices, strict=True):
             view.copy_(local(named[cell.parameter])[slices])
+        if self.slots[slot].device.type == "cuda":
+            torch.cuda.synchronize(self.slots[slot].device)  # readers know no streams
         blocks = blocks_to_verify(self._cells, self._stretches, self.config.digests, version)
         values = tuple(digest(block.of(views[block.cell])) for block in blocks)
         manifest = Manifest(version, self._fingerprint, self.config.digests, values, tuple(self._offers))

@@ -184,8 +184,9 @@ class NixlLink:
                 raise RuntimeError("the link was closed")
             if opened.agent is None:
                 self._connect()
-            opened.agent.transfer(opened.reads[slot])
-            opened.under_way = opened.reads[slot]
+            read: Any = opened.reads[slot]
+            self._opened.agent.transfer(read)
+            opened.under_way = read
         except Exception as error:
             self._failure = str(error)
             _close(opened)

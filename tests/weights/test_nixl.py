@@ -16,8 +16,11 @@ import torch
 
 from meshrl.weights.errors import ArenaUnreachable, TransferFailed
 from meshrl.weights.host import HostProcess
-from meshrl.weights.nixl import NixlHandle, NixlLink, NixlOffer
+from meshrl.weights.nixl import NixlHandle, NixlLink, NixlOffer, available
 from meshrl.weights.wire import Piece, Stretch
+
+if not available()[0]:
+    pytest.skip(available()[1], allow_module_level=True)
 
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["torch", "meshrl.weights.transfer"])
@@ -214,8 +217,8 @@ def test_an_idle_agent_does_not_spin(offered: tuple[Any, Connection, NixlHandle,
         return usage.ru_utime + usage.ru_stime
 
     before, theirs = own(), used(process.pid)
-    assert not pipe.poll(2.0)  # two seconds in which nothing happens
-    assert own() - before < 0.4 and used(process.pid) - theirs < 0.4
+    assert not pipe.poll(1.0)  # a second in which nothing happens
+    assert own() - before < 0.1 and used(process.pid) - theirs < 0.1
 
 
 def test_an_interpreter_ends_in_order_with_links_and_offers_open() -> None:

@@ -33,7 +33,13 @@ class PeerMesh:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{TESTS.parent}"},
+            # Both ends are on one kernel in truth, and UCX would find shared memory.
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": f"{TESTS}:{TESTS.parent}",
+                "UCX_TLS": "tcp",
+            },
         )
 
     async def call(self, endpoint: str, *args: Any, deadline_seconds: float | None = SECONDS) -> list[Any]:
