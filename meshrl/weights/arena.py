@@ -37,8 +37,8 @@ class WeightsConfig:
     transport: Transport = "auto"
     """`auto`: the first that works of memfd (one host), nixl, rdma (Monarch's RDMABuffer), tcp."""
     digests: Digests = "sampled"
-    """What of each version is verified on arrival. `sampled`: blocks drawn anew each time, under 1 % of the
-    copying; `always`: every byte; `off`: nothing."""
+    """What of each version is verified on arrival. `sampled`: blocks drawn anew each time, about 1 % of a
+    broadcast; `always`: every byte; `off`: nothing."""
     keep_versions: int = 1
     """Versions before the newest that can still be pulled; at least 1, since the last one may still be on its
     way while the next is published. Each takes memory of the learner's share of the weights."""
