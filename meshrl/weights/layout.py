@@ -226,28 +226,32 @@ class Layout:
 
 
 def join(layouts: Sequence[Layout]) -> Layout:
-    """One layout of the ranks of several, in order.
+    """One layout of the ranks of several, in order. A rank that does not name a parameter holds nothing of it, as
+    with pipeline stages.
 
     Raises:
-        LayoutError: they disagree on a parameter's name, shape, dtype or tensor.
+        LayoutError: they disagree on a parameter's shape, dtype or tensor.
     """
-    first = layouts[0]
     ranks = [(layout, rank) for layout in layouts for rank in range(layout.ranks)]
+    named: dict[str, tuple[int, Parameter]] = {}
     for number, (layout, _) in enumerate(ranks):
-        if (layout is not first) and (name := _first_difference(first, layout)):
-            raise LayoutError(
-                f"{name} is {_described(first, name)} on rank 0 and {_described(layout, name)} on rank "
-                f"{number}: all ranks of a mesh must name the same global parameters"
-            )
+        for name, held in layout.parameters.items():
+            first_rank, first = named.setdefault(name, (number, held))
+            if held is not first and _kept_as(held) != _kept_as(first):
+                raise LayoutError(
+                    f"{name} is {_described(name, first)} on rank {first_rank} and {_described(name, held)} on rank "
+                    f"{number}: all ranks of a mesh must mean the same by a name"
+                )
     # Parameters cut alike share one tuple of boxes afterwards, whoever made them.
     shared: dict[tuple[Box | None, ...], tuple[Box | None, ...]] = {}
     parameters = {}
-    for name, held in first.parameters.items():
-        boxes = tuple(layout.parameters[name].boxes[rank] for layout, rank in ranks)
+    for name, (_, first) in named.items():
+        held = [(layout.parameters.get(name), rank) for layout, rank in ranks]
+        boxes = tuple(None if one is None else one.boxes[rank] for one, rank in held)
         at = None
-        if any(layout.parameters[name].at for layout, _ in ranks):
-            at = tuple(_start(layout.parameters[name], rank) for layout, rank in ranks)
-        parameters[name] = replace(held, boxes=shared.setdefault(boxes, boxes), at=at)
+        if any(one is not None and one.at for one, _ in held):
+            at = tuple(_start(one or first, rank if one else 0) for one, rank in held)
+        parameters[name] = replace(first, boxes=shared.setdefault(boxes, boxes), at=at)
     return Layout(parameters, len(ranks))
 
 
@@ -291,17 +295,9 @@ def _start(held: Parameter, rank: int) -> tuple[int, ...]:
     return held.at[rank] if held.at else (0,) * len(held.shape)
 
 
-def _first_difference(one: Layout, other: Layout) -> str | None:
-    if list(one.parameters) != list(other.parameters):
-        differing = set(one.parameters) ^ set(other.parameters)
-        return min(differing) if differing else "the order of the parameters"
-    for name, held in one.parameters.items():
-        found = other.parameters[name]
-        if (held.shape, held.dtype, held.tensor) != (found.shape, found.dtype, found.tensor):
-            return name
-    return None
+def _kept_as(held: Parameter) -> tuple[object, ...]:
+    return held.shape, held.dtype, held.tensor
 
 
-def _described(layout: Layout, name: str) -> str:
-    held = layout.parameters.get(name)
-    return "absent" if held is None else f"{held.dtype} {held.shape} in {held.tensor or name}"
+def _described(name: str, held: Parameter) -> str:
+    return f"{held.dtype} {held.shape} in {held.tensor or name}"

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from meshrl.weights.arena import Arena, WeightsConfig, WeightSource
-from meshrl.weights.errors import ArenaUnreachable, TransferFailed, TransportUnavailable, WeightsError
+from meshrl.weights.errors import (
+    ArenaUnreachable,
+    LayoutError,
+    TransferFailed,
+    TransportUnavailable,
+    WeightsError,
+)
 from meshrl.weights.host import HostProcess
 from meshrl.weights.layout import Layout
 from meshrl.weights.plan import plan
@@ -108,7 +114,13 @@ class ReceivesWeights:
     async def weights_needed(self, source: Layout) -> Place:
         """Ask the worker what it needs of what the learner has."""
         self._source = source
-        return Place(self.weights_target(source), HostProcess.current())
+        target = self.weights_target(source)
+        if target.ranks != 1:
+            raise LayoutError(
+                f"weights_target of {type(self).__name__} answers for {target.ranks} ranks where one is asked: "
+                "end it with .of_rank(self.rank)"
+            )
+        return Place(target, HostProcess.current())
 
     @endpoint
     async def connect_weights(

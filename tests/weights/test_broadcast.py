@@ -1,6 +1,7 @@
 """Broadcasts on real meshes: two learner ranks, two generator replicas."""
 
 import asyncio
+import inspect
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,8 +22,16 @@ from meshrl.errors import UserError
 from meshrl.mesh import Replica, RoleMesh
 from meshrl.session import Session
 from meshrl.weights.broadcast import PublishesWeights, ReceivesWeights, WeightBroadcast, WeightsConfig
-from meshrl.weights.errors import DigestMismatch, TransportUnavailable, VersionUnavailable, WeightsError
+from meshrl.weights.errors import (
+    DigestMismatch,
+    LayoutError,
+    TransportUnavailable,
+    VersionUnavailable,
+    WeightsError,
+)
 from meshrl.weights.host import HostProcess
+from meshrl.weights.layout import Layout
+from meshrl.weights.tensors import layout_of
 from meshrl.worker import Worker, endpoint
 
 current_process = HostProcess.current  # as it is, whatever a test makes of it
@@ -307,3 +316,14 @@ def test_without_a_connection_the_way_out_is_named(meshes: Meshes) -> None:
     mesh = meshes.run(unconnected())
     with pytest.raises(WeightsError, match=r"await WeightBroadcast.connect\(\.\.\.\) before publishing"):
         meshes.run(mesh.call("publish", 1))
+
+
+def test_a_target_for_several_ranks_is_refused_with_the_way_out() -> None:
+    class ForBothRanks(SmallGenerator):
+        def weights_target(self, source: Layout) -> Layout:
+            return source.whole(ranks=2)
+
+    asks: Any = ReceivesWeights.weights_needed
+    source = layout_of({"w": torch.ones(3)})
+    with pytest.raises(LayoutError, match=r"ForBothRanks answers for 2 ranks .* \.of_rank\(self\.rank\)"):
+        asyncio.run(inspect.unwrap(asks._method)(ForBothRanks(), source))

@@ -188,8 +188,18 @@ def test_what_cannot_be_is_refused_with_names() -> None:
 def test_ranks_that_disagree_on_a_parameter_cannot_be_joined() -> None:
     with pytest.raises(LayoutError, match=r"w is .*\(4,\).* on rank 0 and .*\(5,\).* on rank 1"):
         join([whole_layout(w=(4,)), whole_layout(w=(5,))])
-    with pytest.raises(LayoutError, match="v is absent on rank 0"):
-        join([whole_layout(w=(4,)), whole_layout(w=(4,), v=(1,))])
+
+
+def test_stages_that_hold_other_parameters_are_joined_and_a_gap_is_found_by_the_plan() -> None:
+    stages = join([whole_layout(first=(4,)), whole_layout(second=(3,))])
+    assert stages.parameters["first"].boxes == (Box.whole((4,)), None)
+    assert plan(stages, stages.whole()).traffic.tolist() == [[16], [12]]
+    fused = whole_layout(a=(2, 3), b=(2, 3)).fused("ab", ["a", "b"])
+    both = join([fused, whole_layout(c=(1,)), fused])
+    assert list(both.tensors(2)) == ["ab"] and list(both.tensors(1)) == ["c"]
+    half = whole_layout(w=(4,)).split({"w": 0}, 2)
+    with pytest.raises(LayoutError, match="source ranks hold 2 of the 4 elements of w"):
+        plan(join([half.of_rank(0), whole_layout(v=(1,))]), whole_layout(w=(4,)))
 
 
 def test_buffers_travel_if_a_checkpoint_would_hold_them() -> None:
