@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -62,6 +63,7 @@ class WeightBroadcast:
         plan: Plan,
         transports: Sequence[str],
         config: WeightsConfig,
+        connection: str,
     ) -> None:
         """Use `WeightBroadcast.connect`."""
         self.source = source
@@ -73,6 +75,7 @@ class WeightBroadcast:
         self._versions = [0] * len(target.replicas)
         self.last: BroadcastReport | None = None
         """Of the newest version that arrived everywhere."""
+        self._connection = connection
         self._published = 0
         self._pinned: set[int] = set()
         self._publishing = asyncio.Lock()
@@ -107,9 +110,12 @@ class WeightBroadcast:
         wanted = join([place.layout for place in needed])
         made = await asyncio.to_thread(plan, layout, wanted)
         readers = [place.process for place in needed]
-        await source.call("open_arena", layout, wanted, readers, config, deadline_seconds=_CONNECT_SECONDS)
+        connection = uuid.uuid4().hex
+        await source.call(
+            "open_arena", layout, wanted, readers, config, connection, deadline_seconds=_CONNECT_SECONDS
+        )
         transports = await _open_ways(source, target, wanted, readers, config, note)
-        return cls(source, target, made, transports, config)
+        return cls(source, target, made, transports, config, connection)
 
     @property
     def versions(self) -> list[int]:
@@ -148,8 +154,8 @@ class WeightBroadcast:
     async def publish(self) -> int:
         """Copy the learner's weights out as a new version; generators begin to pull it. Training may go on.
 
-        Waits for: every learner rank has copied its share, before which a version that generators still pull,
-        if it is the last but one, must have arrived.
+        Waits for: every learner rank has copied its share, into the place of a version that has arrived; so at
+        most `keep_versions` others are on their way.
 
         Returns:
             the version, for `arrival`.
@@ -158,8 +164,16 @@ class WeightBroadcast:
             started = time.perf_counter()
             # A version whose broadcast failed is never used again: it may be in use somewhere.
             self._published = version = self._published + 1
+            # The learner would keep a version that is being read, but not one that nobody has begun to read.
+            replaced = version - self.config.keep_versions - 1
+            in_the_way = [task for older, task in self._arrivals.items() if older <= replaced]
+            if in_the_way:
+                await asyncio.wait(in_the_way)
             seconds = await self.source.call(
-                "publish", version, deadline_seconds=self.config.deadline_seconds + _MESSAGE_SECONDS
+                "publish",
+                version,
+                self._connection,
+                deadline_seconds=self.config.deadline_seconds + _MESSAGE_SECONDS,
             )
             self._arrivals = {v: task for v, task in self._arrivals.items() if not _over(task)}
             arrival = asyncio.create_task(self._bring(version, started, max(seconds)))

@@ -69,8 +69,16 @@ def difference(before: Layout, now: Layout) -> str:
     for name in before.parameters.keys() | now.parameters.keys():
         old, new = before.parameters.get(name), now.parameters.get(name)
         if old != new:
-            return f"{name} was {old or 'absent'} and is {new or 'absent'}"
+            return f"{name} was {_described(old)} and is {_described(new)}"
     return "the order of the parameters"
+
+
+def _described(held: Parameter | None) -> str:
+    if held is None:
+        return "absent"
+    (box,) = held.boxes
+    assert box is not None
+    return f"{held.dtype} {held.shape}, of which {box.shape} from {box.offset} here"
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ class PublishesWeights:
     """Mix-in of a worker whose weights others want; put it before `Worker` and write `weight_tensors`."""
 
     _arena: Arena | None = None
+    _connection = ""
 
     def weight_tensors(self) -> Mapping[str, Tensor]:
         """This rank's weights by name: whole or sharded (DTensor), the same names and shards always."""
@@ -51,9 +52,16 @@ class PublishesWeights:
 
     @endpoint
     async def open_arena(
-        self, source: Layout, target: Layout, readers: Sequence[HostProcess], config: WeightsConfig
+        self,
+        source: Layout,
+        target: Layout,
+        readers: Sequence[HostProcess],
+        config: WeightsConfig,
+        connection: str,
     ) -> None:
-        """Make the arena of this rank, new and empty. Who was connected before must connect again."""
+        """Make the arena of this rank, new and empty, for this connection. Who was connected before must connect
+        again."""
+        self._connection = connection
         if self._arena is not None:
             self._arena.close()
         named, rank = self.weight_tensors(), _number(self)
@@ -70,12 +78,21 @@ class PublishesWeights:
             return str(error)
 
     @endpoint
-    async def publish(self, version: int) -> float:
+    async def publish(self, version: int, connection: str) -> float:
         """Copy the weights into the arena as `version`; they may change once this returns.
 
         Returns:
             seconds it took.
+
+        Raises:
+            WeightsError: generators were connected since by another `WeightBroadcast`.
         """
+        if connection != self._connection:
+            raise WeightsError(
+                "this WeightBroadcast is not in use: "
+                + ("generators were connected by another one since" if self._connection else "connect first")
+                + "; a learner serves the one that was connected last"
+            )
         started = time.perf_counter()
         # On a thread, so that this rank answers while a large copy runs.
         await asyncio.to_thread(self._opened.publish, version, self.weight_tensors())

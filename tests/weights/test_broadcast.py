@@ -204,12 +204,34 @@ def test_broadcasts_that_overlap_follow_one_another(meshes: Meshes) -> None:
     meshes.check(5)
 
 
+def test_a_version_that_nobody_has_begun_to_read_is_not_replaced(meshes: Meshes) -> None:
+    weights = meshes.connect("tp")
+
+    async def drive() -> None:
+        async with weights._pulling[0]:  # replica 0 is slow to begin
+            await weights.publish()
+            await weights.publish()
+            third = asyncio.create_task(weights.publish())
+            await asyncio.wait([third], timeout=0.2)
+            assert not third.done()
+        assert await third == 3
+        await weights.arrival(3)
+        assert weights.versions == [3, 3]
+
+    meshes.run(drive())
+    meshes.check(3)
+
+
 def test_connecting_again_replaces_the_way_before(meshes: Meshes) -> None:
     first = meshes.connect("fsdp")
     meshes.run(first.broadcast())
     second = meshes.connect("tp")
     meshes.run(second.broadcast())
     meshes.check(1)
+    with pytest.raises(WeightsError, match="generators were connected by another one since"):
+        meshes.run(first.broadcast())
+    meshes.run(second.broadcast())
+    meshes.check(2)
 
 
 def test_no_weight_passes_through_the_controller(meshes: Meshes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,8 +336,8 @@ def test_without_a_connection_the_way_out_is_named(meshes: Meshes) -> None:
         return await meshes.learner.spawn_beside(SmallLearner, "unconnected_learner")
 
     mesh = meshes.run(unconnected())
-    with pytest.raises(WeightsError, match=r"await WeightBroadcast.connect\(\.\.\.\) before publishing"):
-        meshes.run(mesh.call("publish", 1))
+    with pytest.raises(WeightsError, match="this WeightBroadcast is not in use: connect first"):
+        meshes.run(mesh.call("publish", 1, "none"))
 
 
 def test_a_target_for_several_ranks_is_refused_with_the_way_out() -> None:

@@ -115,7 +115,7 @@ def test_a_generator_killed_in_the_middle_of_a_pull_blocks_nobody(transport: str
             assert weights.versions == [1, 2]
             (value,) = await generator.call_rank("values_in_use", replica=1)
             for following in range(version + 1, version + 4):  # the slot that the dead one read is free again
-                await learner.call("publish", following, deadline_seconds=60)
+                await learner.call("publish", following, weights._connection, deadline_seconds=60)
             await generator.call_rank("pull_weights", version + 3, 20.0, replica=1)
             assert await generator.call_rank("values_in_use", replica=1) == {value + 3}
 
