@@ -125,7 +125,8 @@ class WeightBroadcast:
     @property
     def version(self) -> int:
         """The last version that every generator uses, pinned ones aside; 0 before the first broadcast."""
-        return min((v for r, v in enumerate(self._versions) if r not in self._pinned), default=0)
+        followers = [version for r, version in enumerate(self._versions) if r not in self._pinned]
+        return min(followers or self._versions)
 
     @property
     def published(self) -> int:
@@ -212,14 +213,7 @@ class WeightBroadcast:
             VersionUnavailable: it is not kept any more. The replica goes on with what it had, and is not pinned.
         """
         self._check_replica(replica)
-        pinned_before = replica in self._pinned
-        self._pinned.add(replica)
-        try:
-            await self._pull(version, replica)
-        except BaseException:
-            if not pinned_before:
-                self._pinned.discard(replica)
-            raise
+        await self._pull(version, replica, pin=True)
 
     def unpin(self, replica: int) -> None:
         """Let the next broadcast reach this replica again."""
@@ -232,8 +226,8 @@ class WeightBroadcast:
         return frozenset(self._pinned)
 
     async def _bring(self, version: int, started: float, publish_seconds: float) -> BroadcastReport:
-        replicas = [r for r in range(len(self.target.replicas)) if r not in self._pinned]
-        parts = await asyncio.gather(*(self._pull(version, r) for r in replicas), return_exceptions=True)
+        pulls = (self._pull(version, replica) for replica in range(len(self.target.replicas)))
+        parts = await asyncio.gather(*pulls, return_exceptions=True)
         for part in parts:
             if isinstance(part, BaseException):
                 raise part
@@ -247,9 +241,12 @@ class WeightBroadcast:
         )
         return self.last
 
-    async def _pull(self, version: int, replica: int) -> list[PullReport]:
-        """Versions reach a replica in the order in which they were asked for."""
+    async def _pull(self, version: int, replica: int, *, pin: bool = False) -> list[PullReport]:
+        """Versions reach a replica in the order in which they were asked for; one that is pinned by then is left
+        alone, unless the version is what it is to be pinned to."""
         async with self._pulling[replica]:
+            if replica in self._pinned and not pin:
+                return []
             reports = await self.target.replicas[replica].call(
                 "pull_weights",
                 version,
@@ -257,6 +254,8 @@ class WeightBroadcast:
                 deadline_seconds=self.config.deadline_seconds + _MESSAGE_SECONDS,
             )
             self._versions[replica] = version
+            if pin:
+                self._pinned.add(replica)
             return reports
 
     def _check_replica(self, replica: int) -> None:

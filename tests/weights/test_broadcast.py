@@ -311,6 +311,26 @@ def test_a_replica_goes_back_to_a_version_that_is_kept_and_stays_until_it_is_unp
         meshes.run(weights.use(5, replica=2))
 
 
+def test_a_pin_that_fails_or_is_overtaken_by_a_broadcast_takes_no_other_pin_away(meshes: Meshes) -> None:
+    weights = meshes.connect("fsdp", WeightsConfig(keep_versions=3))
+
+    async def drive() -> None:
+        for _ in range(3):
+            await weights.broadcast()
+        failing, pinning, following = await asyncio.gather(
+            weights.use(9, replica=0),
+            weights.use(1, replica=0),
+            weights.broadcast(),
+            return_exceptions=True,
+        )
+        assert isinstance(failing, VersionUnavailable) and pinning is None and following == 4
+        assert weights.pinned == {0} and weights.versions == [1, 4] and weights.version == 4
+        await weights.use(2, replica=1)
+        assert weights.version == 1  # nobody follows
+
+    meshes.run(drive())
+
+
 def test_a_way_that_is_refused_is_told_once_and_the_next_is_taken(meshes: Meshes) -> None:
     meshes.notes.clear()
     meshes.run(meshes.generator.call("pretend_to_be_elsewhere", True))
