@@ -8,6 +8,7 @@ stay readable meanwhile. What each group of readers takes lies together and pack
 from __future__ import annotations
 
 import secrets
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from meshrl.errors import UserError
 from meshrl.weights.digests import Digests, blocks_to_verify, digest
-from meshrl.weights.errors import DigestMismatch, LayoutError, VersionUnavailable
+from meshrl.weights.errors import ArenaBusy, DigestMismatch, LayoutError, VersionUnavailable
 from meshrl.weights.host import HostProcess, ip_addresses
 from meshrl.weights.memfd import MemoryFile, check_memory
 from meshrl.weights.plan import Cell, Plan
@@ -147,6 +148,7 @@ class Arena:
         weakref.finalize(self, self.service.close)
         self._address = ServiceAddress(here, hosts, self.service.port, secret)
         self._offers: dict[str, Offer] = {}
+        self._publishing = threading.Lock()
 
     def offer(self, transport: str) -> WeightSource:
         """Let this arena be read by a transport.
@@ -180,7 +182,17 @@ class Arena:
                 f"the weights have changed their layout since the generators were connected: "
                 f"{difference(self._layout, layout_of(named))}; connect again"
             )
-        slot = self.service.begin(version, deadline_seconds or self.config.deadline_seconds)
+        deadline_seconds = deadline_seconds or self.config.deadline_seconds
+        # One at a time: a publish whose caller has gone is still copying, and its slot is not free.
+        if not self._publishing.acquire(timeout=deadline_seconds):
+            raise ArenaBusy(f"cannot publish version {version}: the one before is still being copied")
+        try:
+            self._copy_out(version, named, deadline_seconds)
+        finally:
+            self._publishing.release()
+
+    def _copy_out(self, version: int, named: Mapping[str, Tensor], deadline_seconds: float) -> None:
+        slot = self.service.begin(version, deadline_seconds)
         views = self.views[slot]
         for cell, view, slices in zip(self._cells, views, self._slices, strict=True):
             view.copy_(local(named[cell.parameter])[slices])

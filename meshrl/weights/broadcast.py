@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from meshrl.errors import UserError
 from meshrl.weights.arena import WeightsConfig
-from meshrl.weights.errors import TransportUnavailable
+from meshrl.weights.errors import ArenaBusy, TransportUnavailable
 from meshrl.weights.host import HostProcess
 from meshrl.weights.layout import Layout, join
 from meshrl.weights.plan import Plan, plan
@@ -169,7 +169,12 @@ class WeightBroadcast:
             replaced = version - self.config.keep_versions - 1
             in_the_way = [task for older, task in self._arrivals.items() if older <= replaced]
             if in_the_way:
-                await asyncio.wait(in_the_way)
+                _, late = await asyncio.wait(in_the_way, timeout=self.config.deadline_seconds)
+                if late:
+                    raise ArenaBusy(
+                        f"cannot publish version {version}: after {self.config.deadline_seconds:g} s version "
+                        f"{replaced} has not arrived at {self._behind(replaced)}"
+                    )
             seconds = await self.source.call(
                 "publish",
                 version,
@@ -257,6 +262,11 @@ class WeightBroadcast:
             if pin:
                 self._pinned.add(replica)
             return reports
+
+    def _behind(self, version: int) -> str:
+        """The replicas that do not have a version yet."""
+        late = [r for r, used in enumerate(self._versions) if used < version and r not in self._pinned]
+        return " and ".join(self.target.replicas[r].processes.names() for r in late) or "a generator"
 
     def _check_replica(self, replica: int) -> None:
         if not 0 <= replica < len(self.target.replicas):

@@ -70,7 +70,10 @@ def blocks_to_verify(
 
 
 def digest(tensor: Tensor) -> int:
-    """xxh3 of the elements, row by row (64 bits)."""
+    """xxh3 of the elements, row by row (64 bits); a NaN of two bytes counts as any other, since a cast to a larger
+    dtype and back does not keep which one it was."""
+    if tensor.is_floating_point() and tensor.itemsize == 2 and (nan := tensor.isnan()).any():
+        tensor = tensor.masked_fill(nan, float("nan"))
     flat = tensor.contiguous().reshape(-1).view(torch.uint8).cpu()
     return xxhash.xxh3_64_intdigest(flat.numpy().data) if flat.numel() else 0
 

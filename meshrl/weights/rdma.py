@@ -73,13 +73,16 @@ class RdmaLink:
     def __init__(self, handle: RdmaHandle, owner: HostProcess, pieces: Sequence[Piece]) -> None:
         _buffers()
         self._owner = owner
-        self._arrivals = Arrivals(pieces)
+        self._arrivals: list[Arrivals] = []
         self._into: list[tuple[int, Tensor]] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
         for number, stretch in enumerate(handle.stretches):
-            parts = [part for part in self._arrivals.parts if 0 <= part.start - stretch.start < stretch.bytes]
-            if not parts:
+            within = [piece for piece in pieces if 0 <= piece.start - stretch.start < stretch.bytes]
+            if not within:
                 continue
+            arrivals = Arrivals(within)  # of one stretch: what goes over its end is another buffer's
+            self._arrivals.append(arrivals)
+            parts = arrivals.parts
             if parts[0].into.numel() == stretch.bytes:
                 self._into.append((number, parts[0].into))
                 continue
@@ -112,7 +115,8 @@ class RdmaLink:
                 raise self._failed(" ".join(str(error).split()) or repr(error)) from None
         for into, arrived in self._copies:
             into.copy_(arrived)
-        self._arrivals.scatter()
+        for arrivals in self._arrivals:
+            arrivals.scatter()
 
     def close(self) -> None:
         self._reading = None

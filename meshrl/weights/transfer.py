@@ -19,6 +19,9 @@ from meshrl.weights.service import Caller
 from meshrl.weights.transport import make_link
 from meshrl.weights.wire import Link, Piece, Stretch
 
+_RECEIPT_SECONDS = 1.0
+"""For a learner rank to take a lease back; one that does not has lost it with the connection."""
+
 
 @dataclass(frozen=True)
 class PullReport:
@@ -109,7 +112,7 @@ class Subscriber:
             for rank, manifest in manifests.items():
                 self._verify(self._owners[rank], manifest.version, blocks[rank])
         finally:
-            self._release(slots, deadline)
+            self._release(slots)
         return self._tensors, PullReport(version, self.bytes, time.perf_counter() - started, self.transport)
 
     def close(self) -> None:
@@ -183,7 +186,7 @@ class Subscriber:
                     f"with digest {arrived:016x}, published was {published:016x}"
                 )
 
-    def _release(self, slots: Mapping[int, int], deadline: float) -> None:
+    def _release(self, slots: Mapping[int, int]) -> None:
         """Give back what was leased. One that does not take it back has lost it with the connection."""
         for rank, slot in slots.items():
             owner = self._owners[rank]
@@ -196,7 +199,7 @@ class Subscriber:
             owner = self._owners[rank]
             try:
                 if owner.caller is not None:
-                    owner.caller.receive(max(deadline, time.monotonic() + 1.0))
+                    owner.caller.receive(time.monotonic() + _RECEIPT_SECONDS)
             except WeightsError:
                 self._hang_up(owner)
 

@@ -28,7 +28,15 @@ from meshrl.weights.tensors import weights_of
 from meshrl.weights.transport import IN_ORDER, Transport, available_transports
 from meshrl.worker import Worker, endpoint
 
-HALVES_OF_ROWS = ("q.weight", "k.weight", "v.weight", "q.bias", "gate.weight")
+HALVES_OF_ROWS = (
+    "q.weight",
+    "k.weight",
+    "v.weight",
+    "q.bias",
+    "gate.weight",
+    "even_a.weight",
+    "even_b.weight",
+)
 HALVES_OF_COLUMNS = ("q.weight", "k.weight", "v.weight", "o.weight", "gate.weight")
 
 
@@ -41,6 +49,9 @@ class Block(torch.nn.Module):
         self.o = torch.nn.Linear(12, 10, bias=False)
         self.gate = torch.nn.Linear(10, 9, bias=False)
         self.norm = torch.nn.RMSNorm(10)
+        # Halves that fill whole aligned places, so that they lie next to what other readers take too.
+        self.even_a, self.even_b = (torch.nn.Linear(16, 4, bias=False) for _ in range(2))
+        self.even_norm = torch.nn.RMSNorm(16)
         self.register_buffer("scale", torch.rand(3))
         self.register_buffer("table", torch.rand(100), persistent=False)
 

@@ -5,6 +5,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -20,6 +21,7 @@ from meshrl.errors import UserError
 from meshrl.weights import memfd
 from meshrl.weights.arena import Arena, WeightsConfig
 from meshrl.weights.errors import (
+    ArenaBusy,
     ArenaUnreachable,
     DigestMismatch,
     LayoutError,
@@ -103,6 +105,51 @@ def test_a_target_of_a_larger_dtype_is_cast_on_arrival() -> None:
     arena.publish(1, named)
     arrived, report = offered.subscriber().pull(1)
     assert torch.equal(arrived["w"], named["w"].float()) and report.bytes == 5 * 3 * 2
+
+
+@pytest.mark.parametrize("transport", ["memfd", "nixl", "tcp"])
+def test_a_nan_arrives_by_a_cast_too(transport: str) -> None:
+    patterns = torch.tensor([0x7FC0, 0x7F81, 0x7FFF, -64, -1, 0x3F80], dtype=torch.int16)
+    named = {"w": patterns.view(torch.bfloat16)}
+    arena, offered = publisher(
+        named, lambda source: source.cast(torch.float32).whole(), transport=transport, config=ALWAYS
+    )
+    arena.publish(1, named)
+    arrived = offered.subscriber().pull(1)[0]["w"]
+    assert arrived.isnan().tolist() == [True] * 5 + [False] and arrived[5] == 1
+
+
+def test_two_publishes_at_once_follow_one_another() -> None:
+    class Slow(dict[str, Tensor]):
+        """Stands still at `b` until it is told to go on."""
+
+        reached, go_on = threading.Event(), threading.Event()
+
+        def __getitem__(self, name: str) -> Tensor:
+            if name == "b":
+                self.reached.set()
+                assert self.go_on.wait(60)
+            return super().__getitem__(name)
+
+    def weights(value: float) -> dict[str, Tensor]:
+        return {name: torch.full((4,), value) for name in "abc"}
+
+    arena, offered = publisher(weights(0), config=WeightsConfig(keep_versions=2))
+    subscriber = offered.subscriber()
+    arena.publish(1, weights(1))
+    slow = threading.Thread(target=arena.publish, args=(2, Slow(weights(2))))
+    slow.start()
+    assert Slow.reached.wait(60)
+    with pytest.raises(ArenaBusy, match="cannot publish version 3: the one before is still being copied"):
+        arena.publish(3, weights(3), deadline_seconds=0.01)
+    following = threading.Thread(target=arena.publish, args=(3, weights(3)))
+    following.start()
+    Slow.go_on.set()
+    slow.join(60)
+    following.join(60)
+    for version in (1, 2, 3):
+        arrived, _ = subscriber.pull(version)
+        assert all(tensor.tolist() == [version] * 4 for tensor in arrived.values())
 
 
 def test_published_weights_do_not_follow_the_parameters() -> None:
