@@ -343,7 +343,6 @@ class Work:
             version = await weights.publish()
             blocked = time.perf_counter() - started
             report = await weights.arrival(version)
-            assert report is not None
             seconds = report.publish_seconds, report.pull_seconds, report.total_seconds
             return Round(*seconds, blocked, await self.memcpy())
 

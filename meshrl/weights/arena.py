@@ -7,13 +7,14 @@ stay readable meanwhile. What each group of readers takes lies together and pack
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import xxhash
@@ -50,13 +51,22 @@ class WeightsConfig:
     GPU; memfd and tcp then cannot be used."""
 
     def __post_init__(self) -> None:
-        if self.keep_versions < 1:
+        for name, choices in (
+            ("transport", get_args(Transport)),
+            ("digests", get_args(Digests)),
+            ("arena_device", ("cpu", "parameters")),
+        ):
+            if getattr(self, name) not in choices:
+                raise UserError(f"weights.{name} is {getattr(self, name)!r}: one of {', '.join(choices)}")
+        if not isinstance(self.keep_versions, int) or self.keep_versions < 1:
             raise UserError(
                 f"weights.keep_versions is {self.keep_versions}: the version before the newest may still be on its "
                 "way to a generator, so at least 1"
             )
-        if self.deadline_seconds <= 0:
-            raise UserError(f"weights.deadline_seconds is {self.deadline_seconds:g}: it must be above 0")
+        if not 0 < self.deadline_seconds < math.inf:
+            raise UserError(
+                f"weights.deadline_seconds is {self.deadline_seconds:g}: it must be above 0 and finite"
+            )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from meshrl.errors import UserError
 from meshrl.weights.arena import WeightsConfig
-from meshrl.weights.errors import ArenaBusy, TransportUnavailable
+from meshrl.weights.errors import ArenaBusy, TransportUnavailable, WeightsError
 from meshrl.weights.host import HostProcess
 from meshrl.weights.layout import Layout, join
 from meshrl.weights.plan import Plan, plan
@@ -31,6 +31,8 @@ __all__ = ["BroadcastReport", "PublishesWeights", "ReceivesWeights", "WeightBroa
 _MESSAGE_SECONDS = 30.0
 """Longer than the workers' own deadlines, whose errors say more than that an answer is missing."""
 _CONNECT_SECONDS = 120.0
+_KEPT_OUTCOMES = 100
+"""Versions that `arrival` knows of."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,11 @@ class WeightBroadcast:
         self.last: BroadcastReport | None = None
         """Of the newest version that arrived everywhere."""
         self._connection = connection
-        self._published = 0
+        self._numbered = self._published = 0
         self._pinned: set[int] = set()
         self._publishing = asyncio.Lock()
         self._pulling = [asyncio.Lock() for _ in target.replicas]
-        self._arrivals: dict[int, asyncio.Task[BroadcastReport]] = {}
+        self._outcomes: dict[int, asyncio.Future[BroadcastReport]] = {}
 
     @classmethod
     async def connect(
@@ -109,12 +111,14 @@ class WeightBroadcast:
         needed: list[Place] = await target.call("weights_needed", layout, deadline_seconds=_CONNECT_SECONDS)
         wanted = join([place.layout for place in needed])
         made = await asyncio.to_thread(plan, layout, wanted)
+        for rank in range(wanted.ranks):  # what is wrong is to show before what works is closed
+            wanted.tensors(rank)
         readers = [place.process for place in needed]
         connection = uuid.uuid4().hex
         await source.call(
             "open_arena", layout, wanted, readers, config, connection, deadline_seconds=_CONNECT_SECONDS
         )
-        transports = await _open_ways(source, target, wanted, readers, config, note)
+        transports = await _open_ways(source, target, wanted, readers, config, note, connection)
         return cls(source, target, made, transports, config, connection)
 
     @property
@@ -164,51 +168,44 @@ class WeightBroadcast:
         async with self._publishing:
             started = time.perf_counter()
             # A version whose broadcast failed is never used again: it may be in use somewhere.
-            self._published = version = self._published + 1
-            # The learner would keep a version that is being read, but not one that nobody has begun to read.
-            replaced = version - self.config.keep_versions - 1
-            in_the_way = [task for older, task in self._arrivals.items() if older <= replaced]
-            if in_the_way:
-                _, late = await asyncio.wait(in_the_way, timeout=self.config.deadline_seconds)
-                if late:
-                    raise ArenaBusy(
-                        f"cannot publish version {version}: after {self.config.deadline_seconds:g} s version "
-                        f"{replaced} has not arrived at {self._behind(replaced)}"
-                    )
-            seconds = await self.source.call(
-                "publish",
-                version,
-                self._connection,
-                deadline_seconds=self.config.deadline_seconds + _MESSAGE_SECONDS,
-            )
-            self._arrivals = {v: task for v, task in self._arrivals.items() if not _over(task)}
-            arrival = asyncio.create_task(self._bring(version, started, max(seconds)))
-            # A failure is raised by whoever awaits it; nobody may, where the program has failed elsewhere.
-            arrival.add_done_callback(lambda task: task.cancelled() or task.exception())
-            self._arrivals[version] = arrival
+            self._numbered = version = self._numbered + 1
+            outcome: asyncio.Future[BroadcastReport]
+            try:
+                await self._make_room(version)
+                seconds = await self.source.call(
+                    "publish",
+                    version,
+                    self._connection,
+                    deadline_seconds=self.config.deadline_seconds + _MESSAGE_SECONDS,
+                )
+            except BaseException as error:
+                outcome = asyncio.get_running_loop().create_future()
+                cancelled = isinstance(error, asyncio.CancelledError)
+                outcome.set_exception(
+                    WeightsError(f"the publish of version {version} was cancelled") if cancelled else error
+                )
+                self._keep(version, outcome)
+                raise
+            self._published = version
+            self._keep(version, asyncio.create_task(self._bring(version, started, max(seconds))))
             return version
 
-    async def arrival(self, version: int) -> BroadcastReport | None:
+    async def arrival(self, version: int) -> BroadcastReport:
         """Wait until a published version is in use.
 
         Waits for: every generator has pulled, verified and swapped, between two decode steps.
 
         Returns:
-            what it took; None where that was told, or the version is in use since before a later one was published.
+            what it took.
 
         Raises:
-            WeightsError: a generator did not get it, and keeps what it had.
+            WeightsError: a generator did not get it, and keeps what it had; or it was not published. Each time anew.
+            UserError: there was no such version, or only long ago.
         """
-        if not 0 < version <= self._published:
-            raise UserError(f"version {version} was not published; the last one is {self._published}")
-        task = self._arrivals.get(version)
-        if task is None:
-            return None
-        try:
-            return await asyncio.shield(task)
-        finally:
-            if task.done():
-                self._arrivals.pop(version, None)
+        if version not in self._outcomes:
+            kept = f"known are the last {len(self._outcomes)}, up to {self._numbered}"
+            raise UserError(f"version {version} was not published of late: {kept}")
+        return await asyncio.shield(self._outcomes[version])
 
     async def use(self, version: int, *, replica: int) -> None:
         """Bring a version that is still kept (`WeightsConfig.keep_versions`) to one replica and pin it there:
@@ -218,7 +215,8 @@ class WeightBroadcast:
             VersionUnavailable: it is not kept any more. The replica goes on with what it had, and is not pinned.
         """
         self._check_replica(replica)
-        await self._pull(version, replica, pin=True)
+        # On a task of its own: the replica goes on with it even if nobody waits any more, and that is to be known.
+        await asyncio.shield(asyncio.create_task(self._pull(version, replica, pin=True)))
 
     def unpin(self, replica: int) -> None:
         """Let the next broadcast reach this replica again."""
@@ -229,6 +227,28 @@ class WeightBroadcast:
     def pinned(self) -> frozenset[int]:
         """Replicas that broadcasts pass by."""
         return frozenset(self._pinned)
+
+    async def _make_room(self, version: int) -> None:
+        """Wait until the version whose place this one takes has arrived: the learner keeps what is being read, but
+        not what nobody has begun to read."""
+        replaced = version - self.config.keep_versions - 1
+        in_the_way = [outcome for older, outcome in self._outcomes.items() if older <= replaced]
+        _, late = (
+            await asyncio.wait(in_the_way, timeout=self.config.deadline_seconds) if in_the_way else ((), ())
+        )
+        if late:
+            raise ArenaBusy(
+                f"cannot publish version {version}: after {self.config.deadline_seconds:g} s version {replaced} has "
+                f"not arrived at {self._behind(replaced)}"
+            )
+
+    def _keep(self, version: int, outcome: asyncio.Future[BroadcastReport]) -> None:
+        """Let `arrival` find it. A failure is raised by whoever awaits that; nobody may, where the program has failed
+        elsewhere."""
+        outcome.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._outcomes[version] = outcome
+        for old in [v for v, o in self._outcomes.items() if v <= version - _KEPT_OUTCOMES and o.done()]:
+            del self._outcomes[old]
 
     async def _bring(self, version: int, started: float, publish_seconds: float) -> BroadcastReport:
         pulls = (self._pull(version, replica) for replica in range(len(self.target.replicas)))
@@ -256,6 +276,7 @@ class WeightBroadcast:
                 "pull_weights",
                 version,
                 self.config.deadline_seconds,
+                self._connection,
                 deadline_seconds=self.config.deadline_seconds + _MESSAGE_SECONDS,
             )
             self._versions[replica] = version
@@ -274,11 +295,6 @@ class WeightBroadcast:
             raise UserError(f"{self.target.name}: there is no replica {replica}, only 0 to {last}")
 
 
-def _over(task: asyncio.Task[BroadcastReport]) -> bool:
-    """Whether the version arrived. A failure is kept until somebody asks."""
-    return task.done() and not task.cancelled() and task.exception() is None
-
-
 async def _open_ways(
     source: RoleMesh,
     target: RoleMesh,
@@ -286,6 +302,7 @@ async def _open_ways(
     readers: Sequence[HostProcess],
     config: WeightsConfig,
     note: Callable[[str], None],
+    connection: str,
 ) -> list[str]:
     """Let every reader connect by the first transport that works for it; their names, by reader."""
     transports: dict[int, str] = {}
@@ -299,7 +316,7 @@ async def _open_ways(
             failures.append(refused[0])
             continue
         answers = await target.call(
-            "connect_weights", wanted, offers, unconnected, deadline_seconds=_CONNECT_SECONDS
+            "connect_weights", wanted, offers, unconnected, connection, deadline_seconds=_CONNECT_SECONDS
         )
         for number in unconnected:
             if answers[number] is None:

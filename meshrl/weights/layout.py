@@ -208,7 +208,11 @@ class Layout:
         for name, held in self.parameters.items():
             box = held.boxes[rank]
             if box is not None:
-                at = held.at[rank] if held.at else (0,) * len(box.shape)
+                at = _start(held, rank)
+                if len(at) != len(box.shape):
+                    raise LayoutError(
+                        f"{name} starts at {at} in {held.tensor or name}, its box is {box.shape}"
+                    )
                 parts.setdefault(held.tensor or name, []).append(Part(name, box, at))
         return {tensor: self._local(tensor, tuple(held)) for tensor, held in parts.items()}
 

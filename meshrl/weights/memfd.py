@@ -30,13 +30,13 @@ class MemoryFile:
             WeightsError: there is not so much.
         """
         self.size = max(size, 1)
-        self.descriptor = os.memfd_create("meshrl-weights")
-        weakref.finalize(self, os.close, self.descriptor)
         try:
+            self.descriptor = os.memfd_create("meshrl-weights")
+            weakref.finalize(self, os.close, self.descriptor)
             os.posix_fallocate(self.descriptor, 0, self.size)
+            self.memory = _map(self.descriptor, self.size, writable=True)
         except OSError as error:
             raise shortage(self.size, error.strerror or "refused") from None
-        self.memory = _map(self.descriptor, self.size, writable=True)
         """uint8 `[bytes]`."""
 
 

@@ -7,6 +7,7 @@ rank that asks.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -211,9 +212,16 @@ def plan(source: Layout, target: Layout) -> Plan:
     cuts = _Cuts()
     for name, wanted in target.parameters.items():
         held = source.parameters.get(name)
-        if held is None or held.shape != wanted.shape:
-            found = None if held is None else held.shape
-            raise LayoutError(f"target wants {name} of shape {wanted.shape}, source has {found}")
+        if held is None:
+            like = difflib.get_close_matches(name, source.parameters, n=1) or list(source.parameters)[:1]
+            raise LayoutError(f"target wants {name}, which source does not have; it has {' '.join(like)}, …")
+        if held.shape != wanted.shape:
+            raise LayoutError(f"target wants {name} of shape {wanted.shape}, source has {held.shape}")
+        for side, layout, parameter in (("source", source, held), ("target", target, wanted)):
+            if len(parameter.boxes) != layout.ranks:
+                raise LayoutError(
+                    f"{name} has {len(parameter.boxes)} boxes in the {side}, which has {layout.ranks} ranks"
+                )
         travelling[name] = replace(held, dtype=_travelling_dtype(name, held.dtype, wanted.dtype))
         key = held.shape, cuts.number(held.boxes), cuts.number(wanted.boxes), travelling[name].dtype.itemsize
         alike.setdefault(key, []).append(name)
@@ -254,14 +262,16 @@ def _travelling_dtype(name: str, held: torch.dtype, wanted: torch.dtype) -> torc
 def _overlap(name: str, shape: tuple[int, ...], source: Boxes, target: Boxes) -> _Overlap:
     holders: dict[Box, list[int]] = {}
     for rank, box in enumerate(source):
+        if box is not None and not _inside(box, shape):
+            raise LayoutError(f"rank {rank} of the source holds {box}, which lies outside of {name} {shape}")
         if box is not None and box.elements:
             holders.setdefault(box, []).append(rank)
     boxes = tuple(holders)
     _check_tiling(name, shape, boxes)
+    for rank, box in enumerate(target):
+        if box is not None and not _inside(box, shape):
+            raise LayoutError(f"rank {rank} of the target wants {box}, which lies outside of {name} {shape}")
     wanted = [(rank, box) for rank, box in enumerate(target) if box is not None and box.elements]
-    for rank, box in wanted:
-        if not _inside(box, shape):
-            raise LayoutError(f"rank {rank} of the target wants {box} of {name} {shape}")
     held_from, held_to = _corners(boxes, len(shape))
     from_, to = _corners([box for _, box in wanted], len(shape))
     sizes = np.minimum(held_to[:, None], to) - np.maximum(held_from[:, None], from_)
@@ -290,10 +300,7 @@ def _corners(boxes: tuple[Box, ...] | list[Box], dimensions: int) -> tuple[np.nd
 
 
 def _check_tiling(name: str, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> None:
-    """Distinct boxes must fill the parameter: no gap, no overlap, nothing outside."""
-    for box in boxes:
-        if not _inside(box, shape):
-            raise LayoutError(f"{box} lies outside of {name} {shape}")
+    """Distinct boxes, which lie inside, must fill the parameter: no gap, no overlap."""
     start, end = _corners(boxes, len(shape))
     shared = np.all(np.minimum(end[:, None], end) > np.maximum(start[:, None], start), axis=-1)
     np.fill_diagonal(shared, False)
@@ -306,4 +313,6 @@ def _check_tiling(name: str, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> 
 
 
 def _inside(box: Box, shape: tuple[int, ...]) -> bool:
+    if not len(box.offset) == len(box.shape) == len(shape) or min(box.shape, default=0) < 0:
+        return False
     return all(o >= 0 and o + n <= size for o, n, size in zip(box.offset, box.shape, shape, strict=True))

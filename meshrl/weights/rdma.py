@@ -24,6 +24,7 @@ from meshrl.weights.wire import Arrivals, Piece, Stretch
 NAME = "rdma"
 _POLL_SECONDS = 0.05
 """How often to see whether the owner is still there."""
+_LATE_SECONDS = 1.0
 _FAST_FALLBACK: dict[str, Any] = {
     "rdma_tcp_fallback_parallelism": 2,
     "rdma_max_chunk_size_mb": 4,
@@ -97,6 +98,7 @@ class RdmaLink:
     def begin(self, slot: int) -> None:
         from monarch.rdma import RDMAAction
 
+        self._wait_for_late_read()
         action = RDMAAction()
         for number, into in self._into:
             action.read_remote(into, self._buffers[slot][number])
@@ -112,7 +114,9 @@ class RdmaLink:
                     raise self._failed("not in time") from None
                 check_owner()
             except Exception as error:
+                self._reading = None
                 raise self._failed(" ".join(str(error).split()) or repr(error)) from None
+        self._reading = None
         for into, arrived in self._copies:
             into.copy_(arrived)
         for arrivals in self._arrivals:
@@ -120,6 +124,20 @@ class RdmaLink:
 
     def close(self) -> None:
         self._reading = None
+
+    def _wait_for_late_read(self) -> None:
+        """The bytes of a read that was given up still land when they come: after those of the next, were it
+        begun."""
+        reading, self._reading = self._reading, None
+        if reading is None:
+            return
+        try:
+            reading.get(timeout=_LATE_SECONDS)
+        except TimeoutError:
+            self._reading = reading
+            raise self._failed("the read before has not ended yet") from None
+        except Exception:  # it ended
+            pass
 
     def _failed(self, why: str) -> TransferFailed:
         return TransferFailed(f"weights of learner {self._owner} by Monarch RDMA: {why}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -180,8 +181,11 @@ class Caller:
 
     def send(self, *request: Any) -> None:
         """Ask; `receive` brings the answer."""
+        self._limit(socket.SO_SNDTIMEO, _GREETING_SECONDS)
         try:
             self._connection.send(request)
+        except BlockingIOError:
+            raise self._late() from None
         except OSError as error:
             raise self._gone(error) from None
 
@@ -203,8 +207,11 @@ class Caller:
     def receive_into(self, buffer: memoryview, deadline: float) -> None:
         """The next answer, which is bytes."""
         self._wait(deadline)
+        self._limit(socket.SO_RCVTIMEO, max(deadline - time.monotonic(), 0.001))
         try:
             self._connection.recv_bytes_into(buffer)
+        except BlockingIOError:
+            raise self._late() from None
         except (EOFError, OSError) as error:
             raise self._gone(error) from None
 
@@ -227,7 +234,20 @@ class Caller:
                 return
         except OSError as error:
             raise self._gone(error) from None
-        raise ArenaUnreachable(f"learner {self.owner} does not answer in time")
+        raise self._late()
+
+    def _limit(self, option: int, seconds: float) -> None:
+        """Longest silence of the connection within one message; a process that was stopped is silent for ever."""
+        try:
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as connected:
+                whole = int(seconds)
+                interval = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
+                connected.setsockopt(socket.SOL_SOCKET, option, interval)
+        except OSError as error:
+            raise self._gone(error) from None
+
+    def _late(self) -> ArenaUnreachable:
+        return ArenaUnreachable(f"learner {self.owner} does not answer in time")
 
     def _gone(self, error: Exception) -> ArenaUnreachable:
         why = f": {error}" if str(error) else ""

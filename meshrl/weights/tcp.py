@@ -14,7 +14,8 @@ from meshrl.weights.service import Caller, ServiceAddress
 from meshrl.weights.wire import Arrivals, Piece
 
 NAME = "tcp"
-MESSAGE_BYTES = 1 << 26
+MESSAGE_BYTES = 1 << 22
+"""Within one message silence is noticed, the deadline is looked at between two."""
 
 
 class TcpOffer:

@@ -63,7 +63,8 @@ class PublishesWeights:
         again."""
         self._connection = connection
         if self._arena is not None:
-            self._arena.close()
+            self._arena.close()  # first, since its memory may be needed
+            self._arena = None
         named, rank = self.weight_tensors(), _number(self)
         self._arena = await asyncio.to_thread(
             lambda: Arena(named, plan(source, target), rank, readers, config)
@@ -87,12 +88,7 @@ class PublishesWeights:
         Raises:
             WeightsError: generators were connected since by another `WeightBroadcast`.
         """
-        if connection != self._connection:
-            raise WeightsError(
-                "this WeightBroadcast is not in use: "
-                + ("generators were connected by another one since" if self._connection else "connect first")
-                + "; a learner serves the one that was connected last"
-            )
+        _check_connection(connection, self._connection)
         started = time.perf_counter()
         # On a thread, so that this rank answers while a large copy runs.
         await asyncio.to_thread(self._opened.publish, version, self.weight_tensors())
@@ -108,6 +104,7 @@ class PublishesWeights:
 class ReceivesWeights:
     """Mix-in of a worker that uses a learner's weights; put it before `Worker` and write `swap_weights`."""
 
+    _connection = ""
     _source: Layout | None = None
     _subscriber: Subscriber | None = None
     _pulling: asyncio.Lock | None = None
@@ -132,6 +129,10 @@ class ReceivesWeights:
         """Ask the worker what it needs of what the learner has."""
         self._source = source
         target = self.weights_target(source)
+        if not isinstance(target, Layout):
+            raise LayoutError(
+                f"weights_target of {type(self).__name__} answers with {target!r}, not a Layout"
+            )
         if target.ranks != 1:
             raise LayoutError(
                 f"weights_target of {type(self).__name__} answers for {target.ranks} ranks where one is asked: "
@@ -141,7 +142,7 @@ class ReceivesWeights:
 
     @endpoint
     async def connect_weights(
-        self, target: Layout, sources: Sequence[WeightSource], unconnected: Sequence[int]
+        self, target: Layout, sources: Sequence[WeightSource], unconnected: Sequence[int], connection: str
     ) -> str | None:
         """Open the learner ranks' arenas.
 
@@ -164,22 +165,37 @@ class ReceivesWeights:
             return str(error)
         self._pulling = self._pulling or asyncio.Lock()
         async with self._pulling:
-            before, self._subscriber = self._subscriber, subscriber
+            before, self._subscriber, self._connection = self._subscriber, subscriber, connection
             if before is not None:
                 before.close()
         return None
 
     @endpoint
-    async def pull_weights(self, version: int, deadline_seconds: float) -> PullReport:
-        """Fetch `version`, verify it, and have it used. On any error the old weights stay in use."""
+    async def pull_weights(self, version: int, deadline_seconds: float, connection: str) -> PullReport:
+        """Fetch `version`, verify it, and have it used. On any error the old weights stay in use.
+
+        Raises:
+            WeightsError: another `WeightBroadcast` was connected since; besides, what `Subscriber.pull` raises.
+        """
         if self._subscriber is None or self._pulling is None:
             raise WeightsError(
                 "not connected to a learner: await WeightBroadcast.connect(...) before pulling"
             )
         async with self._pulling:
+            _check_connection(connection, self._connection)
             named, report = await asyncio.to_thread(self._subscriber.pull, version, deadline_seconds)
             await self.swap_weights(named, version)
         return report
+
+
+def _check_connection(asked: str, current: str) -> None:
+    """Versions of one `WeightBroadcast` mean nothing to another."""
+    if asked != current:
+        raise WeightsError(
+            "this WeightBroadcast is not in use: "
+            + ("generators were connected by another one since" if current else "connect first")
+            + "; learners and generators serve the one that was connected last"
+        )
 
 
 def _number(worker: object) -> int:
