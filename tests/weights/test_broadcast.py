@@ -85,6 +85,8 @@ class SmallLearner(PublishesWeights, Worker):
 class SmallGenerator(ReceivesWeights, Worker):
     """Keeps a copy of what it is given."""
 
+    in_one = False
+
     @endpoint
     async def setup(self, setup: None) -> None:
         pass
@@ -92,6 +94,13 @@ class SmallGenerator(ReceivesWeights, Worker):
     async def swap_weights(self, named: Mapping[str, Tensor], version: int) -> None:
         self.weights = {name: tensor.clone() for name, tensor in named.items()}
         self.version = version
+
+    @endpoint
+    async def want_all_in_one_tensor(self, wanted: bool) -> None:
+        self.in_one = wanted
+
+    def weights_target(self, source: Layout) -> Layout:
+        return source.whole().renamed(dict.fromkeys(source.parameters, "same") if self.in_one else {})
 
     @endpoint
     async def pretend_to_be_elsewhere(self, elsewhere: bool) -> None:
@@ -230,7 +239,52 @@ def test_connecting_again_replaces_the_way_before(meshes: Meshes) -> None:
     meshes.check(1)
     with pytest.raises(WeightsError, match="generators were connected by another one since"):
         meshes.run(first.broadcast())
+    with pytest.raises(WeightsError, match="generators were connected by another one since"):
+        meshes.run(first.use(1, replica=0))
     meshes.run(second.broadcast())
+    meshes.check(2)
+
+
+def test_a_version_whose_publish_failed_never_arrives_and_says_why_each_time(meshes: Meshes) -> None:
+    weights = meshes.connect("fsdp")
+    meshes.run(weights.broadcast())
+    meshes.run(meshes.learner.call("shard", "tp"))
+    with pytest.raises(LayoutError, match="have changed their layout"):
+        meshes.run(weights.publish())
+    for _ in range(2):
+        with pytest.raises(LayoutError, match="have changed their layout"):
+            meshes.run(weights.arrival(2))
+    assert weights.published == weights.version == 1
+
+
+def test_a_cancelled_use_is_known_when_it_has_happened(meshes: Meshes) -> None:
+    weights = meshes.connect("fsdp", WeightsConfig(keep_versions=2))
+
+    async def drive() -> None:
+        await weights.broadcast()
+        await weights.broadcast()
+        going_back = asyncio.create_task(weights.use(1, replica=0))
+        await asyncio.sleep(0)
+        going_back.cancel()
+        await asyncio.wait([going_back])
+        async with weights._pulling[0]:  # what was begun has ended
+            pass
+        (used, _), _ = await meshes.generator.call("in_use")
+        assert used == weights.versions[0] and (used == 1) == (weights.pinned == {0})
+
+    meshes.run(drive())
+
+
+def test_a_target_that_cannot_be_leaves_the_way_before_as_it_was(meshes: Meshes) -> None:
+    weights = meshes.connect("fsdp")
+    meshes.run(weights.broadcast())
+    meshes.run(meshes.generator.call("want_all_in_one_tensor", True))
+    try:
+        with pytest.raises(LayoutError, match="the parts of same .*"):
+            meshes.run(WeightBroadcast.connect(source=meshes.learner, target=meshes.generator))
+    finally:
+        meshes.run(meshes.generator.call("want_all_in_one_tensor", False))
+    meshes.run(weights.broadcast())
     meshes.check(2)
 
 

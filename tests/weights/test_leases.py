@@ -1,7 +1,9 @@
 """Leases: a version that is read is not replaced, one that is not held is not given, a reader that goes gives back."""
 
+import socket
 import threading
 import time
+from multiprocessing.connection import Connection
 
 import pytest
 from hypothesis import given
@@ -150,6 +152,16 @@ def test_silence_ends_with_the_deadline() -> None:
     caller = Caller(address)
     with pytest.raises(ArenaUnreachable, match="does not answer in time"):
         caller.receive(time.monotonic() + 0.01)
+
+
+def test_silence_within_a_message_ends_with_the_deadline_too() -> None:
+    here, there = socket.socketpair()
+    caller = Caller.__new__(Caller)
+    caller.owner, caller._connection = HostProcess.current(), Connection(here.detach())
+    there.send((1000).to_bytes(4, "big") + b"only the beginning")
+    with pytest.raises(ArenaUnreachable, match=r"learner process \d+ .* does not answer in time"):
+        caller.receive_into(memoryview(bytearray(1000)), time.monotonic() + 0.05)
+    there.close()
 
 
 def test_other_hosts_are_listened_to_only_where_a_reader_is_on_one() -> None:

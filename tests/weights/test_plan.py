@@ -305,6 +305,11 @@ def test_a_target_that_does_not_fit_is_refused() -> None:
         plan(small(torch.int64), small())
     with pytest.raises(LayoutError, match="wants v, which source does not have; it has w"):
         plan(small(), Layout({"v": small().parameters["w"]}, 1))
+    for box in (Box((0,), (-2,)), Box((0, 0), (4, 1)), Box((), ())):
+        with pytest.raises(LayoutError, match="rank 0 of the target wants Box.* outside of w"):
+            plan(small(), small(box=box))
+    with pytest.raises(LayoutError, match="w has 0 boxes in the target, which has 1 ranks"):
+        plan(small(), Layout({"w": Parameter((4,), torch.float32, ())}, 1))
     with pytest.raises(LayoutError, match="rank 0 of the target wants Box.* outside of w"):
         plan(small(), small(box=Box((3,), (2,))))
 

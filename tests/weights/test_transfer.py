@@ -176,8 +176,14 @@ def test_so_many_versions_are_kept_as_were_asked_for_and_one_goes_back(keep: int
 def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(UserError, match="keep_versions is 0"):
         WeightsConfig(keep_versions=0)
-    with pytest.raises(UserError, match="deadline_seconds is 0"):
-        WeightsConfig(deadline_seconds=0)
+    for seconds in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="deadline_seconds is"):
+            WeightsConfig(deadline_seconds=seconds)
+    wrong: Any = "pigeon"
+    with pytest.raises(UserError, match="transport is 'pigeon': one of auto, memfd"):
+        WeightsConfig(transport=wrong)
+    with pytest.raises(UserError, match="digests is 'pigeon': one of always"):
+        WeightsConfig(digests=wrong)
 
 
 @pytest.mark.parametrize("box", ["plain", "strided", "bfloat16"])
