@@ -39,7 +39,7 @@ class WeightsConfig:
     transport: Transport = "auto"
     """`auto`: the first that works of memfd (one host), nixl, rdma (Monarch's RDMABuffer), tcp."""
     digests: Digests = "sampled"
-    """What of each version is verified on arrival. `sampled`: blocks drawn anew each time, about 1 % of a
+    """What of each version is verified on arrival. `sampled`: blocks drawn anew each time, 1 to 2 % of a
     broadcast; `always`: every byte; `off`: nothing."""
     keep_versions: int = 1
     """Versions before the newest that can still be pulled; at least 1, since the last one may still be on its

@@ -1,7 +1,7 @@
 """Digests of what was published: of every cell, or of blocks drawn anew for each version.
 
 Sampled, two blocks of each stretch, or about one byte in 1,024 where that is more, are read again on both sides:
-a fraction of a millisecond, about a hundredth of a broadcast. It finds what is wrong on the whole (another
+a fraction of a millisecond, 1 to 2 % of a broadcast. It finds what is wrong on the whole (another
 version, a wrong offset, a stretch that never came) and not every single bit; over many versions each block has
 its turn. `always` finds each bit, at about the price of copying once more on both sides.
 """

@@ -10,18 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from sharded_learners import ModuleLearner
 from torch import Tensor
-from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from meshrl.errors import UserError
 from meshrl.mesh import Replica, RoleMesh
 from meshrl.session import Session
-from meshrl.weights.broadcast import PublishesWeights, ReceivesWeights, WeightBroadcast, WeightsConfig
+from meshrl.weights.broadcast import ReceivesWeights, WeightBroadcast, WeightsConfig
 from meshrl.weights.errors import (
     DigestMismatch,
     LayoutError,
@@ -37,14 +35,8 @@ from meshrl.worker import Worker, endpoint
 current_process = HostProcess.current  # as it is, whatever a test makes of it
 
 
-class SmallLearner(PublishesWeights, Worker):
+class SmallLearner(ModuleLearner):
     """Holds a small module, sharded as it is told."""
-
-    @endpoint
-    async def setup(self, store: str) -> None:
-        dist.init_process_group(
-            "gloo", store=FileStore(store, self.world_size), rank=self.rank, world_size=self.world_size
-        )
 
     @endpoint
     async def shard(self, how: str) -> None:
@@ -56,21 +48,6 @@ class SmallLearner(PublishesWeights, Worker):
         elif how == "tp":
             parallelize_module(module, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
         self.module = module.bfloat16() if how == "bf16" else module
-
-    def weight_tensors(self) -> Mapping[str, Tensor]:
-        return dict(self.module.named_parameters())
-
-    @endpoint
-    async def train(self) -> None:
-        """Change every weight."""
-        with torch.no_grad():
-            for parameter in self.module.parameters():
-                parameter.mul_(1.25).add_(0.125)
-
-    @endpoint
-    async def full_weights(self) -> dict[str, Tensor]:
-        named = self.weight_tensors().items()
-        return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in named}
 
     @endpoint
     async def corrupt(self, version: int) -> None:

@@ -12,19 +12,16 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
+from sharded_learners import ModuleLearner
 from torch import Tensor
-from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from meshrl.mesh import RoleMesh
 from meshrl.session import Session
-from meshrl.weights.broadcast import PublishesWeights, ReceivesWeights, WeightBroadcast, WeightsConfig
+from meshrl.weights.broadcast import ReceivesWeights, WeightBroadcast, WeightsConfig
 from meshrl.weights.layout import Layout
-from meshrl.weights.tensors import weights_of
 from meshrl.weights.transport import IN_ORDER, Transport, available_transports
 from meshrl.worker import Worker, endpoint
 
@@ -56,14 +53,8 @@ class Block(torch.nn.Module):
         self.register_buffer("table", torch.rand(100), persistent=False)
 
 
-class ShardedLearner(PublishesWeights, Worker):
+class ShardedLearner(ModuleLearner):
     """Holds the block, sharded as it is told."""
-
-    @endpoint
-    async def setup(self, store: str) -> None:
-        dist.init_process_group(
-            "gloo", store=FileStore(store, self.world_size), rank=self.rank, world_size=self.world_size
-        )
 
     @endpoint
     async def shard(self, how: str) -> None:
@@ -81,21 +72,6 @@ class ShardedLearner(PublishesWeights, Worker):
             fully_shard(self.module, mesh=grid)
         if how == "fsdp4":
             fully_shard(self.module, mesh=init_device_mesh("cpu", (4,)))
-
-    def weight_tensors(self) -> Mapping[str, Tensor]:
-        return weights_of(self.module)
-
-    @endpoint
-    async def train(self) -> None:
-        """Change every weight."""
-        with torch.no_grad():
-            for tensor in self.weight_tensors().values():
-                tensor.mul_(1.25).add_(0.125)
-
-    @endpoint
-    async def full_weights(self) -> dict[str, Tensor]:
-        named = self.weight_tensors().items()
-        return {n: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for n, t in named}
 
 
 class ShardedGenerator(ReceivesWeights, Worker):
