@@ -24,6 +24,7 @@ from meshrl.errors import UserError
 from meshrl.weights.digests import Digests, blocks_to_verify, digest
 from meshrl.weights.errors import ArenaBusy, DigestMismatch, LayoutError, VersionUnavailable
 from meshrl.weights.host import HostProcess, ip_addresses
+from meshrl.weights.layout import Layout
 from meshrl.weights.memfd import MemoryFile, check_memory
 from meshrl.weights.plan import Cell, Plan
 from meshrl.weights.service import ServiceAddress, SlotService, service_hosts
@@ -230,7 +231,7 @@ def _view(slot: Tensor, cell: Cell) -> Tensor:
     return slot[cell.start : cell.start + cell.bytes].view(cell.dtype).view(cell.box.shape)
 
 
-def _slices(plan: Plan, rank: int, held: Any, cells: Sequence[Cell]) -> list[tuple[slice, ...]]:
+def _slices(plan: Plan, rank: int, held: Layout, cells: Sequence[Cell]) -> list[tuple[slice, ...]]:
     """Where each cell lies in this rank's tensor of the parameter."""
     found = []
     for cell in cells:

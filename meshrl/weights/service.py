@@ -198,6 +198,8 @@ class Caller:
         self._wait(deadline)
         try:
             answer = self._connection.recv()
+        except BlockingIOError:
+            raise self._late() from None
         except (EOFError, OSError) as error:
             raise self._gone(error) from None
         if isinstance(answer, WeightsError):
@@ -205,9 +207,8 @@ class Caller:
         return answer
 
     def receive_into(self, buffer: memoryview, deadline: float) -> None:
-        """The next answer, which is bytes."""
+        """The next answer, which is bytes; see `receive`."""
         self._wait(deadline)
-        self._limit(socket.SO_RCVTIMEO, max(deadline - time.monotonic(), 0.001))
         try:
             self._connection.recv_bytes_into(buffer)
         except BlockingIOError:
@@ -229,12 +230,14 @@ class Caller:
         self._connection.close()
 
     def _wait(self, deadline: float) -> None:
+        """Until an answer begins to come in; from then on each silence has what is left of the time."""
         try:
-            if self._connection.poll(max(deadline - time.monotonic(), 0)):
-                return
+            answers = self._connection.poll(max(deadline - time.monotonic(), 0))
         except OSError as error:
             raise self._gone(error) from None
-        raise self._late()
+        if not answers:
+            raise self._late()
+        self._limit(socket.SO_RCVTIMEO, max(deadline - time.monotonic(), 0.001))
 
     def _limit(self, option: int, seconds: float) -> None:
         """Longest silence of the connection within one message; a process that was stopped is silent for ever."""

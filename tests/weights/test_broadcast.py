@@ -234,20 +234,32 @@ def test_a_version_whose_publish_failed_never_arrives_and_says_why_each_time(mes
     assert weights.published == weights.version == 1
 
 
-def test_a_cancelled_use_is_known_when_it_has_happened(meshes: Meshes) -> None:
+def test_a_use_that_nobody_waits_for_any_more_is_known_when_it_has_happened(
+    meshes: Meshes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = meshes.connect("fsdp", WeightsConfig(keep_versions=2))
+    begun = asyncio.Event()
+    call = Replica.call
+
+    async def telling(replica: Replica, name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        answer = asyncio.ensure_future(call(replica, name, *args, **kwargs))
+        await asyncio.sleep(0)  # the message is on its way
+        begun.set()
+        return await answer
 
     async def drive() -> None:
         await weights.broadcast()
         await weights.broadcast()
+        monkeypatch.setattr(Replica, "call", telling)
         going_back = asyncio.create_task(weights.use(1, replica=0))
-        await asyncio.sleep(0)
+        await begun.wait()
         going_back.cancel()
         await asyncio.wait([going_back])
+        assert going_back.cancelled()
         async with weights._pulling[0]:  # what was begun has ended
-            pass
+            assert weights.versions == [1, 2] and weights.pinned == {0}
         (used, _), _ = await meshes.generator.call("in_use")
-        assert used == weights.versions[0] and (used == 1) == (weights.pinned == {0})
+        assert used == 1
 
     meshes.run(drive())
 
