@@ -9,7 +9,6 @@ and the controller learns lengths, versions and scores.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,15 +21,16 @@ import torch
 
 from meshrl.actors.engines.engine import Engine, EngineRequest, FinishedSample
 from meshrl.actors.engines.titan import EngineConfig, TitanEngine
+from meshrl.actors.generated import GroupInProgress, dock_groups, graded_group
+from meshrl.actors.graders import Clock, Graders
 from meshrl.actors.models import ModelConfig, load_tokenizer
 from meshrl.actors.recorder import RolloutRecord, RolloutRecorder
 from meshrl.errors import UserError
 from meshrl.handoff.dock import dock
 from meshrl.parcel import parcel
-from meshrl.rewards import Grade
-from meshrl.rollout import GroupRequest, Prompt, Rollout, RolloutGroup, RolloutHandle, Task
+from meshrl.rollout import GroupRequest, Rollout, RolloutGroup, Task
 from meshrl.weights.workers import ReceivesWeights
-from meshrl.worker import Worker, call, endpoint
+from meshrl.worker import Worker, endpoint
 
 Result = TypeVar("Result")
 
@@ -43,7 +43,8 @@ class GeneratorConfig:
     """`titan`: the learner's own model with a key/value cache, in this process."""
     titan: EngineConfig = field(default_factory=lambda: EngineConfig(slots=256))
     reward_deadline_seconds: float = 600.0
-    """Longest wait for the reward actor's answer to one call, over all its rollouts."""
+    """Longest wait for the reward actor's answer to one call, over all its rollouts; past it they count as not graded,
+    and the third time in a row ends the run."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +69,8 @@ class Finished:
     """Time that the engine was stepping."""
     reward_seconds: float
     """Time that groups waited for their grades with no decode step running."""
-
-
-@dataclass
-class _Group:
-    """A group on its way through the engine."""
-
-    request: GroupRequest
-    prompt: Prompt
-    prompt_ids: list[int]
-    samples: list[FinishedSample | None]
-
-    @property
-    def complete(self) -> bool:
-        return all(sample is not None for sample in self.samples)
+    grading: tuple[int, ...] = ()
+    """Groups whose grading began since the last poll, and goes on."""
 
 
 class Generator(ReceivesWeights, Worker):
@@ -94,16 +83,17 @@ class Generator(ReceivesWeights, Worker):
         self._tokenizer = load_tokenizer(setup.task.tokenizer)
         self._engine: Engine = TitanEngine(setup.config.titan, setup.model, self._tokenizer)
         self._recorder = RolloutRecorder(setup.directory, self.replica) if setup.directory else None
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, GroupInProgress] = {}
         self._records: dict[int, RolloutRecord] = {}
         self._finished: deque[tuple[int, RolloutGroup]] = deque()
         self._finished_number = 0
         self._new_weights: deque[tuple[Mapping[str, torch.Tensor], int, asyncio.Future[None]]] = deque()
         self._version: int | None = None
-        self._rewards: itertools.cycle[Any] | None = None
+        self._graders: Graders | None = None
+        self._grading: list[int] = []
+        self._clock = Clock()
         self._failure: BaseException | None = None
-        self._generate_seconds = self._reward_seconds = 0.0
-        self._idle_since: float | None = None
+        self._generate_seconds = 0.0
         self._work = asyncio.Event()
         self._news = asyncio.Event()
         self._decode_thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
@@ -113,8 +103,8 @@ class Generator(ReceivesWeights, Worker):
     @endpoint
     async def connect_reward(self, handles: Sequence[Any]) -> None:
         """Grade through these reward actors, in turn."""
-        offset = self.replica % len(handles)
-        self._rewards = itertools.cycle([*handles[offset:], *handles[:offset]])
+        deadline = self._setup.config.reward_deadline_seconds
+        self._graders = Graders(handles, first=self.replica, deadline_seconds=deadline)
 
     @endpoint
     async def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -125,13 +115,13 @@ class Generator(ReceivesWeights, Worker):
         """
         if self._version is None:
             raise UserError("the generator has no weights yet: await weights.broadcast() before generating")
-        if self._rewards is None:
+        if self._graders is None:
             raise UserError("the generator has no reward actor: call connect_reward first")
         groups = []
         for request in requests:
             prompt = self._task.prompt(request.split, request.prompt_index)
             ids = self._tokenizer.encode(prompt.text)
-            groups.append(_Group(request, prompt, ids, [None] * len(request.seeds)))
+            groups.append(GroupInProgress(request, prompt, ids, [None] * len(request.seeds)))
         self._groups |= {group.request.group_id: group for group in groups}
         await self._between_steps(self._submit, groups)
         self._work.set()
@@ -154,8 +144,11 @@ class Generator(ReceivesWeights, Worker):
         if self._failure is not None:
             raise self._failure
         groups = tuple(group for _, group in self._finished)
-        answer = Finished(groups, self._finished_number, self._generate_seconds, self._reward_seconds)
-        self._generate_seconds = self._reward_seconds = 0.0
+        told = {group.group_id for group in groups}
+        grading = tuple(group_id for group_id in self._grading if group_id not in told)
+        answer = Finished(groups, self._finished_number, self._generate_seconds, self._clock.seconds, grading)
+        self._generate_seconds = self._clock.seconds = 0.0
+        self._grading.clear()
         return parcel(answer)
 
     @endpoint
@@ -200,7 +193,7 @@ class Generator(ReceivesWeights, Worker):
         self._work.set()
         await swapped
 
-    def _submit(self, groups: Sequence[_Group]) -> None:
+    def _submit(self, groups: Sequence[GroupInProgress]) -> None:
         for position, group in enumerate(groups):
             request = group.request
             try:
@@ -228,10 +221,10 @@ class Generator(ReceivesWeights, Worker):
                         swapped.set_result(None)
                 if self._engine.idle:
                     self._work.clear()
-                    self._idle_since = self._idle_since or time.perf_counter()
+                    self._clock.engine_stands_still()
                     await self._work.wait()
                     continue
-                self._idle_since = None
+                self._clock.engine_works()
                 started = time.perf_counter()
                 samples = await self._between_steps(self._engine.step)
                 self._generate_seconds += time.perf_counter() - started
@@ -254,103 +247,29 @@ class Generator(ReceivesWeights, Worker):
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _grade(self, groups: Sequence[_Group]) -> None:
+    async def _grade(self, groups: Sequence[GroupInProgress]) -> None:
         """Dock the groups' columns, have them graded, announce them."""
         rollouts: list[Rollout] = []
         try:
-            docked = self._dock(groups)
+            docked = dock_groups(groups, self._tokenizer)
             rollouts = [rollout for part in docked for rollout in part]
-            assert self._rewards is not None
-            started = time.perf_counter()
-            grades = await call(
-                next(self._rewards),
-                "grade",
-                parcel(rollouts),
-                deadline_seconds=self._setup.config.reward_deadline_seconds,
-            )
-            self._count_grading(started)
+            self._grading += [group.request.group_id for group in groups]
+            assert self._graders is not None
+            started = self._clock.now()
+            grades = await self._graders.grade(rollouts)
+            self._clock.graded(started)
             answers = iter(grades)
             for group, part in zip(groups, docked, strict=True):
+                graded, records = graded_group(group, part, [next(answers) for _ in part], self.replica)
+                self._records |= {record.handle.id: record for record in records}
                 self._finished_number += 1
-                handles = self._handles(group, part, [next(answers) for _ in part])
-                self._finished.append((self._finished_number, handles))
+                self._finished.append((self._finished_number, graded))
             self._news.set()
         except asyncio.CancelledError:  # abandoned: nobody will ask for these
             dock().release([rollout.id for rollout in rollouts])
             raise
         except Exception as error:
             self._fail(error)
-
-    def _count_grading(self, started: float) -> None:
-        """Count the part of a call since `started` in which the engine stood still; overlapping calls once."""
-        if self._idle_since is not None:
-            now = time.perf_counter()
-            self._reward_seconds += now - max(started, self._idle_since)
-            self._idle_since = now
-
-    def _dock(self, groups: Sequence[_Group]) -> list[list[Rollout]]:
-        """Dock the columns over prompt and response, `[tokens]` each; returns the texts for the reward, by group.
-
-        Columns are made for all rollouts at once and cut apart: one at a time would cost as much as decoding.
-        """
-        tokens, logprobs, versions, lengths = [], [], [], []
-        for group in groups:
-            prompt = torch.tensor(group.prompt_ids, dtype=torch.int32)
-            zeros, unsampled = torch.zeros(len(prompt)), torch.full_like(prompt, -1)
-            for sample in group.samples:
-                assert sample is not None
-                tokens += [prompt, sample.token_ids]
-                logprobs += [zeros, sample.logprobs]
-                versions += [unsampled, sample.versions]
-                lengths.append(len(prompt) + len(sample.token_ids))
-        version = torch.cat(versions)
-        columns = {
-            "token_ids": torch.cat(tokens),
-            "response_mask": version >= 0,
-            "sampler_logprobs": torch.cat(logprobs),
-            "weight_version": version,
-        }
-        parts = zip(*(column.split(lengths) for column in columns.values()), strict=True)
-        docked = []
-        for group in groups:
-            rollouts = []
-            for rollout_id, sample in zip(group.request.rollout_ids, group.samples, strict=True):
-                assert sample is not None
-                dock().put(rollout_id, dict(zip(columns, next(parts), strict=True)))
-                ids = sample.token_ids.tolist()
-                text = self._tokenizer.decode(ids[:-1] if ids[-1:] == [self._tokenizer.end_id] else ids)
-                rollouts.append(Rollout(rollout_id, group.prompt, text, tuple(ids), sample.stop_reason))
-            docked.append(rollouts)
-        return docked
-
-    def _handles(self, group: _Group, rollouts: Sequence[Rollout], grades: Sequence[Grade]) -> RolloutGroup:
-        request, handles = group.request, []
-        for rollout, seed, sample, grade in zip(rollouts, request.seeds, group.samples, grades, strict=True):
-            assert sample is not None
-            versions = sample.versions.tolist()
-            handle = RolloutHandle(
-                id=rollout.id,
-                group_id=request.group_id,
-                replica=self.replica,
-                prompt_tokens=len(group.prompt_ids),
-                response_tokens=len(versions),
-                oldest_version=min(versions),
-                newest_version=max(versions),
-                stop_reason=sample.stop_reason,
-                seed=seed,
-                reward=grade.reward,
-                reward_error=grade.error,
-            )
-            handles.append(handle)
-            self._records[rollout.id] = RolloutRecord(
-                handle=handle,
-                prompt=group.prompt,
-                response=rollout.response,
-                token_ids=list(rollout.response_token_ids),
-                sampler_logprobs=sample.logprobs.tolist(),
-                versions=versions,
-            )
-        return RolloutGroup(request.group_id, request.prompt_index, tuple(handles))
 
     def _fail(self, error: BaseException) -> None:
         """Keep the first failure: every later poll raises it, so that nobody waits for a dead engine."""

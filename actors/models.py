@@ -87,6 +87,19 @@ _OFFICIAL = {f"qwen3-{size.lower()}": size for size in ("0.6B", "1.7B", "4B", "8
 """Our name → TorchTitan's."""
 
 
+def attention_tokens(model: ModelConfig, vocab_size: int) -> float:
+    """The length at which attention costs as much as all matrix products of a token.
+
+    Those take 2 operations a weight. Causal attention takes 2 · heads · head_dim a layer for each token before, on
+    average half the length, once for scores and once for values (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
+    """
+    sizes = architecture(model, vocab_size)
+    width, shared = sizes.n_heads * sizes.head_dim, sizes.n_kv_heads * sizes.head_dim
+    layer = sizes.dim * (2 * width + 2 * shared + 3 * sizes.hidden_dim)
+    weights = sizes.n_layers * layer + sizes.dim * sizes.vocab_size
+    return weights / (sizes.n_layers * width)
+
+
 def model_names() -> tuple[str, ...]:
     """Names that `ModelConfig.name` may have."""
     return (*_TINY, *_OFFICIAL)

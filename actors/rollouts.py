@@ -9,34 +9,30 @@ runs one step ahead.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
-import random
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 
-from meshrl.actors.generator import Finished
-from meshrl.buffer import RolloutBuffer
+from meshrl.actors.batch import REWARD_FAILED, ZERO_VARIANCE, Batch, teaches_nothing
+from meshrl.actors.dispatch import Dispatcher
+from meshrl.actors.prompts import prompt_index, sample_seed
+from meshrl.buffer import RolloutBuffer, State
 from meshrl.errors import UserError
 from meshrl.handoff.dock import Ticket
-from meshrl.parcel import parcel
 from meshrl.processes import Processes
-from meshrl.rollout import GroupRequest, RolloutGroup, RolloutHandle, SamplingParams, Split, Task
-from meshrl.session import DeadlineError, RoleMesh
+from meshrl.rollout import GroupRequest, RolloutGroup, SamplingParams, Split, Task
+from meshrl.session import DeadlineError, RoleMesh, WorkerDied
 
 _group_ids = itertools.count()
 _rollout_ids = itertools.count()
 # Unique in the process: a generator may still hold groups of an earlier `Rollouts`.
 
-POLL_SECONDS = 5.0
-"""A poll without news comes back after this long, so that a dead generator is noticed by its missing answer."""
-
 
 @dataclass(frozen=True)
 class RolloutsConfig:
-    """How many rollouts, and how far ahead of training."""
+    """How many rollouts, how far ahead of training, and what becomes of those that are no use."""
 
     prompts_per_step: int = 32
     """Groups in one batch (P)."""
@@ -44,6 +40,18 @@ class RolloutsConfig:
     """Samples of each prompt."""
     max_staleness: int = 0
     """Steps that generation may run ahead (S). 0: synchronous, exactly on-policy, reproducible."""
+    refills: int = 0
+    """Groups that may be generated for each batch in place of some that teach nothing: equal rewards, or a reward
+    that failed (dynamic sampling, DAPO). 0: none; such groups then make the batch smaller."""
+    empty_batches_in_a_row: int = 0
+    """This many batches without anything to train on, one after another, end the run. 0: never; each is a step that
+    leaves the weights as they are, and says so."""
+    rollouts_per_generator: int = 0
+    """Most rollouts outstanding at one generator replica; more wait at the controller for whichever has room first, the
+    longest waiting first. 0: no bound, groups are spread as soon as they are admitted."""
+    affinity_rollouts: int = 8
+    """A prompt that comes again goes to the replica that had it before, whose engine may have it cached, unless that
+    has so many more rollouts outstanding than the least busy one. 0: only if it is among the least busy."""
     deadline_seconds: float = 600.0
     """Longest wait for a batch or an evaluation before it is an error."""
 
@@ -56,48 +64,9 @@ class RolloutsConfig:
             )
         if self.max_staleness < 0:
             raise UserError(f"max_staleness is {self.max_staleness}: 0 is synchronous, less is impossible")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Groups of one training step; `groups` shrinks when some are dropped."""
-
-    groups: tuple[RolloutGroup, ...]
-    taken: tuple[RolloutGroup, ...]
-    """All groups that the batch started with."""
-    generate_seconds: float
-    """Time that engines spent on steps since the batch before, evaluations aside (the slowest replica)."""
-    reward_seconds: float
-    """Time that engines stood still because groups were being graded (the slowest replica)."""
-    dropped: Mapping[str, int] = field(default_factory=dict)
-    """Groups dropped, by reason."""
-
-    @property
-    def rollouts(self) -> tuple[RolloutHandle, ...]:
-        return tuple(rollout for group in self.groups for rollout in group.rollouts)
-
-    def metrics(self, version: int, ticket: Ticket) -> dict[str, float]:
-        """Means over all rollouts taken, and what was dropped.
-
-        Args:
-            version: of the weights that the batch trains.
-            ticket: of its handoff, which names rollouts that are too long for a micro-batch.
-        """
-        rollouts = [rollout for group in self.taken for rollout in group.rollouts]
-        graded = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-        count = max(len(rollouts), 1)
-        return {
-            "reward": sum(graded) / max(len(graded), 1),
-            "accuracy": sum(reward >= 1 for reward in graded) / max(len(graded), 1),
-            "response_tokens": sum(r.response_tokens for r in rollouts),
-            "response_tokens_mean": sum(r.response_tokens for r in rollouts) / count,
-            "truncated": sum(r.stop_reason == "length" for r in rollouts) / count,
-            "staleness_mean": sum(version - r.oldest_version for r in rollouts) / count,
-            "staleness_max": max((version - r.oldest_version for r in rollouts), default=0),
-            "groups_trained": len(self.groups),
-            "rollouts_too_long": len(ticket.dropped),
-            **{f"dropped_{reason.replace(' ', '_')}": n for reason, n in self.dropped.items()},
-        }
+        for name in ("refills", "empty_batches_in_a_row", "rollouts_per_generator", "affinity_rollouts"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} is {getattr(self, name)}: use 0 or more")
 
 
 class Rollouts:
@@ -115,58 +84,74 @@ class Rollouts:
         *,
         seed: int = 0,
         reward: RoleMesh | None = None,
+        revive: Callable[[int], Awaitable[None]] | None = None,
+        note: Callable[[str], None] = print,
     ) -> None:
         """
         Args:
             sampling: of training; evaluation changes the temperature.
             seed: of prompts and samples.
             reward: the mesh that the generators grade with; when one of its processes dies, waiting ends at once.
+            revive: brings up another process in place of the generator replica of that number, which died; None:
+                the others do its work.
+            note: told what happened to replicas.
         """
-        self.config = config or RolloutsConfig()
-        self.buffer = RolloutBuffer(self.config.prompts_per_step, self.config.max_staleness)
-        self._generator = generator
+        self.config = config = config or RolloutsConfig()
+        self.buffer = RolloutBuffer(config.prompts_per_step, config.max_staleness)
         self._reward = reward
         self._task = task
         self._sampling = sampling
         self._seed = seed
+        self._note = note
+        self._dispatcher = Dispatcher(
+            generator,
+            self,
+            capacity=config.rollouts_per_generator,
+            affinity_rollouts=config.affinity_rollouts,
+            deadline_seconds=config.deadline_seconds,
+            revive=revive,
+            note=note,
+        )
         self._next_prompt = 0
+        self._requests: dict[int, GroupRequest] = {}  # of the groups in the buffer
+        self._groups: dict[int, RolloutGroup] = {}  # finished ones of those
         self._evaluations: dict[int, asyncio.Future[RolloutGroup]] = {}
-        self._generate_seconds = [0.0] * len(generator.replicas)
-        self._reward_seconds = [0.0] * len(generator.replicas)
-        self._load = [0] * len(generator.replicas)
-        self._replica_of: dict[int, int] = {}
-        self._groups: dict[int, RolloutGroup] = {}
+        self._to_evaluate: deque[GroupRequest] = deque()
+        self._refilled: Counter[str] = Counter()  # for the next batch, by reason
+        self._empty_in_a_row = 0
         self._news = asyncio.Event()
         self._failure: BaseException | None = None
-        self._listeners: list[asyncio.Task[None]] = []
+        self._watches: list[asyncio.Task[None]] = []
         self._releases: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Rollouts:
-        self._listeners = [
-            asyncio.create_task(self._listen(replica)) for replica in range(len(self._generator.replicas))
-        ]
+        self._dispatcher.start()
         for replica in self._reward.replicas if self._reward else []:
-            self._listeners.append(asyncio.create_task(self._watch(replica.processes)))
+            self._watches.append(asyncio.create_task(self._watch(replica.processes)))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         if self._failure is None:
             await asyncio.gather(*self._releases, return_exceptions=True)
-        for release in self._releases:
-            release.cancel()
-        for listener in self._listeners:
-            listener.cancel()
-        await asyncio.gather(*self._listeners, return_exceptions=True)
+        for task in [*self._releases, *self._watches]:
+            task.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        await self._dispatcher.close()
         if self._failure is None:
-            await self._generator.call("abandon", deadline_seconds=10)
+            await self._dispatcher.tell_all("abandon")
 
     @property
     def heldout_size(self) -> int:
         """Prompts that the task keeps out of training."""
         return self._task.heldout_size
 
+    @property
+    def docked(self) -> int:
+        """Rollouts whose columns generators hold: all that are finished and not yet released."""
+        return self._dispatcher.docked
+
     async def take(self) -> Batch:
-        """The next batch, its failed groups dropped. Waits for: P finished groups, and without staleness for
+        """The next batch, groups whose grading failed dropped. Waits for: P finished groups, and without staleness for
         the release of the batch before."""
         if self.config.max_staleness == 0 and self._releases:
             await asyncio.wait(self._releases)
@@ -175,58 +160,82 @@ class Rollouts:
             lambda: self.buffer.ready >= self.config.prompts_per_step, "a batch of finished groups"
         )
         groups = tuple(self._groups[group_id] for group_id in self.buffer.take())
+        dispatcher = self._dispatcher
         batch = Batch(
             groups,
             groups,
-            generate_seconds=max(self._generate_seconds),
-            reward_seconds=max(self._reward_seconds),
+            generate_seconds=max(dispatcher.generate_seconds),
+            reward_seconds=max(dispatcher.reward_seconds),
+            dropped=dict(self._refilled),
+            docked_rollouts=dispatcher.docked,
         )
-        self._generate_seconds = [0.0] * len(self._generate_seconds)
-        self._reward_seconds = [0.0] * len(self._reward_seconds)
-        failed = [g.group_id for g in groups if any(reward is None for reward in g.rewards)]
-        return self.drop(batch, failed, "reward failed")
+        self._refilled.clear()
+        dispatcher.generate_seconds[:] = [0.0] * len(dispatcher.generate_seconds)
+        dispatcher.reward_seconds[:] = [0.0] * len(dispatcher.reward_seconds)
+        return self._drop_for(batch, REWARD_FAILED)
 
     def drop(self, batch: Batch, group_ids: Iterable[int], reason: str) -> Batch:
         """The batch without these groups; the ledger counts them under `reason`."""
         gone = set(group_ids)
         for group_id in gone:
             self.buffer.drop(group_id, reason)
-        counts = Counter(batch.dropped) + Counter({reason: len(gone)})
-        groups = tuple(group for group in batch.groups if group.group_id not in gone)
-        return replace(batch, groups=groups, dropped=dict(counts))
+        return batch.without(gone, reason) if gone else batch
 
     def drop_zero_variance(self, batch: Batch) -> Batch:
         """The batch without groups whose rewards are all equal: their advantage is 0, they teach nothing."""
-        equal = [g.group_id for g in batch.groups if _spread(g) <= 1e-6]
-        return self.drop(batch, equal, "zero variance")
+        return self._drop_for(batch, ZERO_VARIANCE)
 
     def release(
-        self, batch: Batch, advantages: Mapping[int, float], step: int, *, live: Awaitable[object]
+        self,
+        batch: Batch,
+        ticket: Ticket,
+        advantages: Mapping[int, float],
+        step: int,
+        *,
+        live: Awaitable[object],
     ) -> None:
         """Free the batch's slots and columns once the weights trained on it are live on the generators.
 
         Returns at once. Where `live` fails, the next `take` raises what it raised.
 
         Args:
+            ticket: of the batch's handoff: what that left out is no longer counted as trained on.
             live: is done when they are, such as `weights.arrival(version)`.
         """
-        task = asyncio.create_task(self._release(batch, advantages, step, live))
+        left_out = {
+            group.group_id: Counter(ticket.dropped[r.id] for r in group.rollouts if r.id in ticket.dropped)
+            for group in batch.groups
+        }
+        trained = []
+        for group in batch.groups:
+            for reason, count in left_out[group.group_id].items():
+                self.buffer.leave_out(group.group_id, count, reason)
+            if left_out[group.group_id].total() < len(group.rollouts):
+                trained.append(group.group_id)
+        self._empty_in_a_row = 0 if trained else self._empty_in_a_row + 1
+        self._check_empty(batch)
+        task = asyncio.create_task(self._release(batch, trained, advantages, step, live))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
     async def _release(
-        self, batch: Batch, advantages: Mapping[int, float], step: int, live: Awaitable[object]
+        self,
+        batch: Batch,
+        trained: Sequence[int],
+        advantages: Mapping[int, float],
+        step: int,
+        live: Awaitable[object],
     ) -> None:
         try:
             await live
-            self.buffer.release([group.group_id for group in batch.groups])
+            self.buffer.release(trained)
             for group in batch.taken:
-                del self._groups[group.group_id]
-            await self._forget(batch.taken, advantages, step)
+                del self._groups[group.group_id], self._requests[group.group_id]
+            await self._dispatcher.release(batch.taken, advantages, step)
             if self.config.max_staleness > 0:
                 await self._admit()
         except Exception as error:
-            self._failure = self._failure or error
+            self.failed(error)
         self._news.set()
 
     async def evaluate(self, count: int, *, temperature: float = 1.0) -> float:
@@ -240,35 +249,100 @@ class Rollouts:
         requests = [self._request("heldout", index, 1, sampling, "evaluation") for index in range(count)]
         loop = asyncio.get_running_loop()
         waiting = [self._evaluations.setdefault(r.group_id, loop.create_future()) for r in requests]
-        of_training = list(self._generate_seconds), list(self._reward_seconds)
-        await self._submit(requests)
+        dispatcher = self._dispatcher
+        of_training = list(dispatcher.generate_seconds), list(dispatcher.reward_seconds)
+        self._to_evaluate.extend(requests)
+        await dispatcher.dispatch()
         await self._until(lambda: all(future.done() for future in waiting), f"{count} evaluated responses")
         # What engines did meanwhile belongs to no training step.
-        self._generate_seconds, self._reward_seconds = of_training
+        dispatcher.generate_seconds[:], dispatcher.reward_seconds[:] = of_training
         groups = [future.result() for future in waiting]
-        await self._forget(groups, {}, step=0, record=False)
+        await dispatcher.release(groups, {}, step=0, record=False)
         return sum((group.rewards[0] or 0) >= 1 for group in groups) / max(count, 1)
+
+    @asynccontextmanager
+    async def interrupted(self) -> AsyncIterator[None]:
+        """Within it no training rollout is generated; those in progress go on afterwards where they stood, their
+        tokens kept. What is evaluated meanwhile need not wait for them."""
+        busy = self.buffer.count(State.GENERATING) + self.buffer.count(State.REWARDING) > 0
+        if busy:
+            await self._dispatcher.tell_all("interrupt")
+        try:
+            yield
+        finally:
+            if busy:
+                await self._dispatcher.tell_all("resume")
 
     async def samples(self, batch: Batch, count: int) -> tuple[str, ...]:
         """Readable lines of `count` rollouts, for a person: the only text that the controller ever asks for."""
-        lines: list[str] = []
-        for group in batch.taken[:count]:
-            rollout = group.rollouts[0]
-            lines += await self._generator.call_rank(
-                "samples", [rollout.id], replica=rollout.replica, deadline_seconds=30
-            )
-        return tuple(lines)
+        return await self._dispatcher.samples([group.rollouts[0] for group in batch.taken[:count]])
+
+    # What the dispatcher asks and tells.
+
+    def next_request(self) -> GroupRequest | None:
+        """Evaluations first: somebody waits for all of them."""
+        if self._to_evaluate:
+            return self._to_evaluate[0]
+        group_id = self.buffer.next_to_generate()
+        return None if group_id is None else self._requests[group_id]
+
+    def started(self, request: GroupRequest) -> None:
+        if request.split == "heldout":
+            self._to_evaluate.popleft()
+        else:
+            self.buffer.start(request.group_id)
+
+    def grading(self, group_id: int) -> None:
+        if group_id not in self._evaluations:
+            self.buffer.grade(group_id)
+
+    def finished(self, group: RolloutGroup) -> None:
+        self._news.set()
+        waiting = self._evaluations.pop(group.group_id, None)
+        if waiting is not None:
+            waiting.set_result(group)
+            return
+        self.buffer.finish(group.group_id)
+        reason = teaches_nothing(group)
+        if reason is None or self._refilled.total() >= self.config.refills:
+            self._groups[group.group_id] = group
+            return
+        self.buffer.drop(group.group_id, reason)
+        del self._requests[group.group_id]
+        self._refilled[reason] += 1
+        self._dispatcher.spawn(self._dispatcher.release([group], {}, step=0))
+        self._dispatcher.spawn(self._admit())
+
+    def lost(self, replica: int, unfinished: Sequence[GroupRequest], error: WorkerDied) -> None:
+        for request in unfinished:
+            if request.split == "heldout":
+                self._to_evaluate.append(request)
+            else:
+                self.buffer.requeue(request.group_id)
+        ready = [
+            i for i, g in self._groups.items() if g.rollouts[0].replica == replica and self.buffer.is_ready(i)
+        ]
+        for group_id in ready:
+            self.buffer.requeue(group_id)
+            del self._groups[group_id]
+        again = len(unfinished) + len(ready)
+        self._note(f"generator replica {replica} is gone, {again} groups are generated again: {error}")
+        self._news.set()
+
+    def failed(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._news.set()
 
     async def _admit(self) -> None:
         """Ask for as many groups as there are free slots."""
-        requests = []
         for _ in range(self.buffer.free):
-            index = _prompt_index(self._next_prompt, self._task.train_size, self._seed)
+            index = prompt_index(self._next_prompt, self._task.train_size, self._seed)
             self._next_prompt += 1
-            request = self._request("train", index, self.config.group_size, self._sampling, self._next_prompt)
-            self.buffer.admit(request.group_id)
-            requests.append(request)
-        await self._submit(requests)
+            size = self.config.group_size
+            request = self._request("train", index, size, self._sampling, self._next_prompt)
+            self.buffer.admit(request.group_id, size)
+            self._requests[request.group_id] = request
+        await self._dispatcher.dispatch()
 
     def _request(
         self, split: Split, index: int, samples: int, sampling: SamplingParams, occasion: int | str
@@ -278,79 +352,24 @@ class Rollouts:
         seeds = tuple(sample_seed(self._seed, split, index, occasion, sample) for sample in range(samples))
         return GroupRequest(next(_group_ids), split, index, rollout_ids, seeds, sampling)
 
-    async def _submit(self, requests: Sequence[GroupRequest]) -> None:
-        """One message per replica, groups to the least loaded first."""
-        by_replica: dict[int, list[GroupRequest]] = {}
-        for request in requests:
-            replica = min(range(len(self._load)), key=self._load.__getitem__)
-            self._load[replica] += len(request.seeds)
-            self._replica_of[request.group_id] = replica
-            by_replica.setdefault(replica, []).append(request)
-        await asyncio.gather(
-            *(
-                self._generator.call_rank("submit", parcel(part), replica=replica, deadline_seconds=60)
-                for replica, part in by_replica.items()
-            )
-        )
+    def _drop_for(self, batch: Batch, reason: str) -> Batch:
+        return self.drop(batch, [g.group_id for g in batch.groups if teaches_nothing(g) == reason], reason)
 
-    async def _forget(
-        self, groups: Sequence[RolloutGroup], advantages: Mapping[int, float], step: int, record: bool = True
-    ) -> None:
-        """Tell each replica which rollouts it may let go of."""
-        by_replica: dict[int, list[int]] = {}
-        for group in groups:
-            for rollout in group.rollouts:
-                by_replica.setdefault(rollout.replica, []).append(rollout.id)
-        await asyncio.gather(
-            *(
-                self._generator.call_rank(
-                    "release",
-                    ids,
-                    {i: advantages[i] for i in ids if i in advantages},
-                    step,
-                    record,
-                    replica=replica,
-                    deadline_seconds=60,
+    def _check_empty(self, batch: Batch) -> None:
+        limit = self.config.empty_batches_in_a_row
+        if 0 < limit <= self._empty_in_a_row:
+            self.failed(
+                UserError(
+                    f"{self._empty_in_a_row} batches in a row had nothing to train on ({dict(batch.dropped)} groups in "
+                    "the last): every group's rewards are equal, or failed. Look at the rewards; take easier or harder "
+                    "prompts, larger groups, a higher temperature or more refills"
                 )
-                for replica, ids in by_replica.items()
             )
-        )
-
-    async def _listen(self, replica: int) -> None:
-        """Collect what one replica finishes. Waits for: its poll, which answers at least every POLL_SECONDS."""
-        arrived = 0
-        try:
-            while True:
-                answer: Finished = await self._generator.call_rank(
-                    "finished",
-                    arrived,
-                    POLL_SECONDS,
-                    replica=replica,
-                    deadline_seconds=self.config.deadline_seconds,
-                )
-                self._generate_seconds[replica] += answer.generate_seconds
-                self._reward_seconds[replica] += answer.reward_seconds
-                arrived = answer.number
-                for group in answer.groups:
-                    if group.group_id not in self._replica_of:
-                        continue  # told twice
-                    self._load[self._replica_of.pop(group.group_id)] -= len(group.rollouts)
-                    waiting = self._evaluations.pop(group.group_id, None)
-                    if waiting is not None:
-                        waiting.set_result(group)
-                    else:
-                        self._groups[group.group_id] = group
-                        self.buffer.finish(group.group_id)
-                self._news.set()
-        except Exception as error:
-            self._failure = self._failure or error
-            self._news.set()
 
     async def _watch(self, processes: Processes) -> None:
         """End all waiting when a process of the mesh dies. Waits for: that, and does not keep it from others."""
         await asyncio.wait({processes.death})
-        self._failure = self._failure or processes.death.exception()
-        self._news.set()
+        self.failed(processes.death.exception() or RuntimeError("a reward process ended"))
 
     async def _until(self, done: Callable[[], bool], what: str) -> None:
         """Wait until `done()`. A failed generator ends the wait with its error, the deadline with what is missing."""
@@ -365,34 +384,7 @@ class Rollouts:
         except TimeoutError:
             if not limit.expired():  # the failure was a deadline of its own, which says more
                 raise
-            busy = {r: n for r, n in enumerate(self._load) if n}
             raise DeadlineError(
                 f"waited {self.config.deadline_seconds:g} s for {what}; rollouts outstanding by generator replica: "
-                f"{busy}; {self.buffer}"
+                f"{self._dispatcher.outstanding()}; {self.buffer}"
             ) from None
-
-
-def sample_seed(seed: int, *path: object) -> int:
-    """A 63-bit seed for the sample named by `path`; different paths never share a stream (BLAKE2b)."""
-    digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def _prompt_index(position: int, size: int | None, seed: int) -> int:
-    """The position-th training prompt: in order for an endless task, else a seeded shuffle of each epoch."""
-    if size is None:
-        return position
-    epoch, offset = divmod(position, size)
-    return _epoch_order(size, seed, epoch)[offset]
-
-
-@lru_cache(maxsize=2)
-def _epoch_order(size: int, seed: int, epoch: int) -> list[int]:
-    order = list(range(size))
-    random.Random(f"{seed} epoch {epoch}").shuffle(order)
-    return order
-
-
-def _spread(group: RolloutGroup) -> float:
-    rewards = [reward for reward in group.rewards if reward is not None]
-    return max(rewards) - min(rewards)

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,26 +131,30 @@ class Trainer:
 
         Args:
             temperature: logits are divided by it, so that log-probabilities are those of the sampler.
-            supervised: there are no sampler log-probabilities and advantages.
+            supervised: nothing was sampled, so there are no sampler log-probabilities to compare with.
 
         Returns:
             Metrics of the whole batch, advantages of this rank's share. A batch with nothing to train on changes
             nothing and has the metric `skipped` 1.
 
         Raises:
+            ValueError: the batch lacks a column that the loss needs.
             FloatingPointError: the gradient is not finite; the weights are as before.
         """
-        advantages = (
-            {} if supervised else dict(zip(batch.rollout_ids, batch.advantages.tolist(), strict=True))
-        )
+        advantages: dict[int, float] = {}
+        if "advantages" in batch.rollout_columns:
+            values = batch.rollout_columns["advantages"].tolist()
+            advantages = dict(zip(batch.rollout_ids, values, strict=True))
         if batch.global_tokens == 0:
             return Update({"skipped": 1.0, "tokens": 0.0}, advantages, {})
+        columns = loss.columns if supervised else {*loss.columns, "sampler_logprobs"}
+        batch.check(columns)
         started = time.perf_counter()
         counts = GlobalCounts(batch.global_tokens, batch.global_rollouts)
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.device))
         largest = torch.zeros((), device=self.device)
         for microbatch in batch.rows():
-            inputs, entropy = self._evaluate(microbatch, temperature, supervised)
+            inputs, entropy = self._evaluate(microbatch, temperature, columns)
             outputs = loss(inputs)
             value = (outputs.per_token * loss.aggregation.weights(inputs, counts)).sum()
             value.backward()
@@ -159,8 +163,10 @@ class Trainer:
                 sums["entropy"] += inputs.zeros_at_masked(entropy).sum()
                 for name, total in outputs.sums.items():
                     sums[name] += total
-                if inputs.sampler_logprobs is not None and inputs.logprobs.numel():
-                    difference = inputs.zeros_at_masked((inputs.logprobs - inputs.sampler_logprobs).abs())
+                if not supervised and inputs.logprobs.numel():
+                    difference = (
+                        inputs.zeros_at_masked(inputs.logprobs) - inputs.column("sampler_logprobs")
+                    ).abs()
                     sums["logprob_difference_mean"] += difference.sum()
                     largest = torch.maximum(largest, difference.max())
         middle = time.perf_counter()
@@ -193,7 +199,7 @@ class Trainer:
         """Log-probabilities of the response tokens, float32 `[response tokens]`, by rollout id of this rank's share."""
         found: dict[int, Tensor] = {}
         for microbatch in batch.rows():
-            inputs, _ = self._evaluate(microbatch, temperature, supervised=True)
+            inputs, _ = self._evaluate(microbatch, temperature, ())
             for place, position in enumerate(microbatch.positions):
                 chosen = inputs.mask & (inputs.sequence == place)
                 found[batch.rollout_ids[position]] = inputs.logprobs[chosen].cpu()
@@ -302,17 +308,17 @@ class Trainer:
         return model
 
     def _evaluate(
-        self, microbatch: Microbatch, temperature: float, supervised: bool
+        self, microbatch: Microbatch, temperature: float, columns: Collection[str]
     ) -> tuple[LossInputs, Tensor]:
         """Forward pass: the trained tokens of a micro-batch as loss inputs, and their entropies `[trained tokens]`."""
-        columns, lengths = microbatch.columns, microbatch.lengths
-        tokens = columns["token_ids"].to(self.device, torch.int64)
+        lengths = microbatch.lengths
+        tokens = microbatch.columns["token_ids"].to(self.device, torch.int64)
         # Sequence parallelism divides a row evenly; a row that is empty still takes part in every collective.
         padding = -len(tokens) % self.config.tensor_parallel if lengths else self.config.tensor_parallel
         if padding:
             tokens = torch.cat([tokens, tokens.new_zeros(padding)])
         documents = Documents.of([*lengths, padding] if padding else lengths, self.device)
-        trained = columns["response_mask"].to(self.device).nonzero()[:, 0]
+        trained = microbatch.columns["response_mask"].to(self.device).nonzero()[:, 0]
         some = trained.numel() > 0
         # Nothing to train on: one masked token keeps the graph, and with it the backward collectives.
         predicted = trained if some else torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -328,11 +334,11 @@ class Trainer:
             sequence=documents.document[predicted],
             sequences=max(len(lengths), 1),
         )
-        if supervised or not lengths:
-            return (inputs if supervised else _with_nothing_sampled(inputs)), entropy
-        sampler_logprobs = columns["sampler_logprobs"].to(self.device)[predicted]
-        advantages = microbatch.advantages.to(self.device)[inputs.sequence]
-        return replace(inputs, sampler_logprobs=sampler_logprobs, advantages=advantages), entropy
+        if not lengths:  # placeholders
+            asked = {name: torch.zeros_like(logprobs, requires_grad=False) for name in columns}
+        else:
+            asked = {name: microbatch.at(name, predicted, inputs.sequence) for name in columns}
+        return replace(inputs, columns=asked), entropy
 
     def _clip(self) -> float:
         """Norm of the whole gradient, before it is scaled down."""
@@ -357,12 +363,6 @@ class Trainer:
         state = self.optimizer.state_dict()
         moments = {f"optimizer.{name}": value for name, value in state.items() if name.startswith("state.")}
         return {**self.weight_tensors(), **moments}
-
-
-def _with_nothing_sampled(inputs: LossInputs) -> LossInputs:
-    """Placeholders for a micro-batch without rollouts."""
-    zeros = torch.zeros_like(inputs.logprobs)
-    return replace(inputs, sampler_logprobs=zeros, advantages=zeros)
 
 
 def _select(hidden: Tensor, rows: Tensor) -> Tensor:

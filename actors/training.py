@@ -50,7 +50,7 @@ class LearnerConfig:
     max_gradient_norm: float = 1.0
     """Gradients with a larger 2-norm are scaled down to it; 0: never."""
     microbatch_tokens: int | None = None
-    """Most tokens of one forward pass; longer rollouts are dropped and counted. None: a rank's share in one pass."""
+    """Most tokens of one forward pass; longer rollouts are left out and counted. None: a rank's share in one pass."""
     initial_weights: Path | None = None
     """Hugging Face checkpoint directory to start from; None: random weights."""
     collective_timeout_seconds: float = 600.0
@@ -117,7 +117,7 @@ def supervised_batch(
         rollout_ids=[indices[position] for position in order],
         lengths=lengths,
         columns=columns,
-        advantages=torch.zeros(len(order)),
+        rollout_columns={},
         microbatches=[[next(numbers) for _ in microbatch] for microbatch in mine],
         global_tokens=sum(map(len, rows)) - sum(prompts),
         global_rollouts=len(rows),

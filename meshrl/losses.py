@@ -8,7 +8,7 @@ gradient, however the batch was split: nothing averages an average.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -30,10 +30,20 @@ class LossInputs:
     """int64 `[tokens]`: which rollout of the micro-batch each token belongs to, from 0."""
     sequences: int
     """Rollouts of the micro-batch."""
-    sampler_logprobs: Tensor | None = None
-    """float32 `[tokens]`: the same log-probability as the generator saw it; None in supervised training."""
-    advantages: Tensor | None = None
-    """float32 `[tokens]`: advantage of each token; None in supervised training."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the loss asked for in its `columns`, each `[tokens]`; a value of a whole rollout stands at each of its
+    tokens."""
+
+    def column(self, name: str) -> Tensor:
+        """A column, with 0 at masked tokens.
+
+        Raises:
+            ValueError: the batch has none of that name.
+        """
+        if name not in self.columns:
+            have = ", ".join(sorted(self.columns)) or "none"
+            raise ValueError(f"the loss needs the column {name!r}; this batch has {have}")
+        return self.zeros_at_masked(self.columns[name])
 
     def zeros_at_masked(self, values: Tensor) -> Tensor:
         """`values` with 0 at masked tokens. Before any arithmetic: 0 · NaN would still be NaN."""
@@ -112,6 +122,11 @@ class Loss(Protocol):
     @property
     def aggregation(self) -> Aggregation: ...
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the schema that it reads besides the policy's own log-probabilities."""
+        ...
+
     def __call__(self, inputs: LossInputs, /) -> LossOutputs: ...
 
 
@@ -122,14 +137,13 @@ class PolicyLoss:
     clip: tuple[float, float]
     ratio: Literal["token", "sequence"]
     aggregation: Aggregation
+    columns: tuple[str, ...] = ("sampler_logprobs", "advantages")
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        if inputs.sampler_logprobs is None or inputs.advantages is None:
-            raise ValueError("policy_loss needs sampler_logprobs and advantages; this batch has none")
         low, high = self.clip
-        advantages = inputs.zeros_at_masked(inputs.advantages)
+        advantages = inputs.column("advantages")
         # Masked tokens are taken out of both terms before they meet: inf - inf would be NaN.
-        log_ratio = inputs.zeros_at_masked(inputs.logprobs) - inputs.zeros_at_masked(inputs.sampler_logprobs)
+        log_ratio = inputs.zeros_at_masked(inputs.logprobs) - inputs.column("sampler_logprobs")
         if self.ratio == "sequence":
             log_ratio = inputs.zeros_at_masked(inputs.sequence_mean(log_ratio)[inputs.sequence])
         ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -175,6 +189,7 @@ class CrossEntropy:
     """Negative log-probability of the trained tokens; see `cross_entropy`."""
 
     aggregation: Aggregation
+    columns: tuple[str, ...] = ()
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         return LossOutputs(-inputs.zeros_at_masked(inputs.logprobs), {})

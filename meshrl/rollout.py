@@ -116,6 +116,8 @@ class RolloutHandle:
     reward: float | None
     """None where grading failed; `reward_error` then says why."""
     reward_error: str | None = None
+    process_id: int = 0
+    """Of the generator process that holds the columns: another one in its place does not. 0: not known."""
 
     @property
     def tokens(self) -> int:

@@ -42,7 +42,8 @@ class GRPOConfig(ProgramConfig):
 
 async def grpo(session: Session, config: GRPOConfig) -> AsyncIterator[StepReport]:
     """Sample groups, score them, push each sample up or down by how it did within its group."""
-    parts = await start(session, config, config.steps)
+    loss = policy_loss(clip=config.clip)
+    parts = await start(session, config, config.steps, loss)
     learner, weights, handoff = parts.learner, parts.weights, parts.handoff
     await warm_up(session, parts, config, config.warm_up)
 
@@ -60,7 +61,7 @@ async def grpo(session: Session, config: GRPOConfig) -> AsyncIterator[StepReport
             ticket = await handoff(batch.groups, advantages=advantages)
             time.rest("handoff")
 
-            update = await learner.step(policy_loss(clip=config.clip), ticket)
+            update = await learner.step(loss, ticket)
             time.rest("train")
             metrics = {**batch.metrics(weights.published, ticket), **update.metrics}
             version = await weights.publish()  # waits for: the learner's copy; generators pull meanwhile
@@ -70,6 +71,6 @@ async def grpo(session: Session, config: GRPOConfig) -> AsyncIterator[StepReport
                 await weights.arrival(version)
                 metrics |= await config.evaluation.run(rollouts)
             samples = await rollouts.samples(batch, config.samples_due(step))
-            rollouts.release(batch, update.advantages, step, live=weights.arrival(version))
-            yield StepReport(step, metrics, time.seconds, samples)
+            rollouts.release(batch, ticket, update.advantages, step, live=weights.arrival(version))
+            yield StepReport(step, metrics, time.seconds, samples, batch.note)
     await finish(session, parts)

@@ -7,15 +7,20 @@ from dataclasses import dataclass, replace
 
 from meshrl.actors.generator import Generator, GeneratorSetup
 from meshrl.actors.learner import LearnerMesh, OptimizerConfig
-from meshrl.actors.models import architecture, load_tokenizer
+from meshrl.actors.models import architecture, attention_tokens, load_tokenizer
 from meshrl.actors.reward import Reward, RewardSetup
 from meshrl.actors.rollouts import Rollouts
-from meshrl.handoff.handoff import Handoff
+from meshrl.handoff.handoff import Handoff, HandoffConfig
+from meshrl.handoff.schema import check_needs, declared
+from meshrl.losses import Loss
 from meshrl.programs.config import ProgramConfig
 from meshrl.programs.tasks import check_prompts, default_reward, parse_task
 from meshrl.rollout import Task
 from meshrl.session import RoleMesh, Session
 from meshrl.weights.broadcast import WeightBroadcast
+
+PROVIDES = ("advantages",)
+"""Columns that programs make for each batch."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,15 @@ class Parts:
         )
 
 
-async def start(session: Session, config: ProgramConfig, steps: int) -> Parts:
+async def start(session: Session, config: ProgramConfig, steps: int, loss: Loss | None = None) -> Parts:
     """Spawn learner, generator and reward meshes at once, then connect them.
 
     Args:
+        loss: what rollouts will be trained with; a column that it needs and nothing makes is an error before anything
+            starts. None: rollouts are not trained on.
         steps: optimizer steps of the program; a learning rate that decays does so over them, unless the config says.
     """
+    check_needs(loss, loss.columns if loss else (), declared(PROVIDES))
     optimizer = config.learner.optimizer
     optimizer = replace(optimizer, steps=optimizer.steps or steps)
     task = parse_task(config.task, data=config.data, seed=config.seed)
@@ -80,8 +88,13 @@ async def start(session: Session, config: ProgramConfig, steps: int) -> Parts:
         Handoff.connect(
             source=generator,
             target=learner.mesh,
+            config=HandoffConfig(
+                config.learner.microbatch_tokens, attention_tokens(config.model, tokenizer.vocab_size)
+            ),
             tensor_parallel=config.learner.tensor_parallel,
-            microbatch_tokens=config.learner.microbatch_tokens,
+            loss=loss,
+            provides=PROVIDES,
+            note=session.note,
         ),
     )
     for row in session.describe():

@@ -38,15 +38,16 @@ def inputs_of(lengths, seed=0, prompt=1) -> LossInputs:
         mask=mask,
         sequence=torch.repeat_interleave(torch.arange(len(lengths)), total),
         sequences=len(lengths),
-        sampler_logprobs=-torch.rand(tokens, generator=generator) * 2,
-        advantages=torch.randn(tokens, generator=generator),
+        columns={
+            "sampler_logprobs": -torch.rand(tokens, generator=generator) * 2,
+            "advantages": torch.randn(tokens, generator=generator),
+        },
     )
 
 
 def part_of(whole: LossInputs, members: list[int]) -> tuple[LossInputs, Tensor]:
     """The rollouts `members` as a micro-batch of their own, and where its tokens are in the whole."""
     chosen = torch.cat([torch.where(whole.sequence == m)[0] for m in members])
-    assert whole.sampler_logprobs is not None and whole.advantages is not None
     return (
         LossInputs(
             logprobs=whole.logprobs.detach()[chosen].requires_grad_(),
@@ -55,8 +56,7 @@ def part_of(whole: LossInputs, members: list[int]) -> tuple[LossInputs, Tensor]:
                 [torch.full_like(chosen[whole.sequence[chosen] == m], i) for i, m in enumerate(members)]
             ),
             sequences=len(members),
-            sampler_logprobs=whole.sampler_logprobs[chosen],
-            advantages=whole.advantages[chosen],
+            columns={name: values[chosen] for name, values in whole.columns.items()},
         ),
         chosen,
     )
@@ -132,7 +132,7 @@ def test_a_batch_with_nothing_to_train_on_is_zero_not_nan():
 def test_masked_tokens_change_nothing_whatever_they_hold(loss, field, poison):
     clean, dirty = inputs_of([3, 4]), inputs_of([3, 4])
     with torch.no_grad():
-        getattr(dirty, field)[~dirty.mask] = poison
+        (dirty.logprobs if field == "logprobs" else dirty.columns[field])[~dirty.mask] = poison
     values = [value_of(loss, x, counts_of(x)) for x in (clean, dirty)]
     for value in values:
         value.backward()
@@ -145,11 +145,12 @@ def test_masked_tokens_change_nothing_whatever_they_hold(loss, field, poison):
 
 def test_on_policy_the_ratio_is_one_and_the_gradient_is_minus_the_advantage():
     inputs = inputs_of([4, 2])
-    assert inputs.sampler_logprobs is not None and inputs.advantages is not None
-    inputs.sampler_logprobs.copy_(inputs.logprobs.detach())
+    inputs.columns["sampler_logprobs"].copy_(inputs.logprobs.detach())
     outputs: LossOutputs = policy_loss()(inputs)
     outputs.per_token.sum().backward()
-    torch.testing.assert_close(inputs.logprobs.grad, torch.where(inputs.mask, -inputs.advantages, 0.0))
+    torch.testing.assert_close(
+        inputs.logprobs.grad, torch.where(inputs.mask, -inputs.columns["advantages"], 0.0)
+    )
     assert outputs.sums["ratio_mean"].item() == inputs.mask.sum().item()
     assert outputs.sums["clip_fraction_low"].item() == outputs.sums["clip_fraction_high"].item() == 0
 
@@ -160,8 +161,7 @@ def one_token(log_ratio: float, advantage: float, loss=None) -> tuple[float, flo
         mask=torch.tensor([True]),
         sequence=torch.tensor([0]),
         sequences=1,
-        sampler_logprobs=torch.zeros(1),
-        advantages=torch.tensor([advantage]),
+        columns={"sampler_logprobs": torch.zeros(1), "advantages": torch.tensor([advantage])},
     )
     outputs = (loss or policy_loss(clip=(0.2, 0.28)))(inputs)
     outputs.per_token.sum().backward()
@@ -195,8 +195,7 @@ def test_a_sequence_ratio_is_length_normalised():
         mask=torch.ones(100, dtype=torch.bool),
         sequence=torch.zeros(100, dtype=torch.int64),
         sequences=1,
-        sampler_logprobs=torch.full((100,), -1.01),
-        advantages=torch.ones(100),
+        columns={"sampler_logprobs": torch.full((100,), -1.01), "advantages": torch.ones(100)},
     )
     loss = policy_loss(clip=(1.0, 9.0), ratio="sequence")
     assert -value_of(loss, inputs, GlobalCounts(100, 1)).item() == pytest.approx(1.01005, abs=1e-5)

@@ -37,15 +37,18 @@ def test_ranks_have_as_many_micro_batches_and_none_is_over_the_bound(
             assert sum(lengths[i] for i in microbatch) <= (microbatch_tokens or sum(lengths))
 
 
-@given(LENGTHS, RANKS, TOKENS)
-def test_ranks_differ_by_at_most_the_longest_rollout(
-    lengths: list[int], ranks: int, microbatch_tokens: int | None
+@given(LENGTHS, RANKS, TOKENS, st.sampled_from([None, 1.0, 40.0]))
+def test_ranks_differ_by_at_most_the_costliest_rollout(
+    lengths: list[int], ranks: int, microbatch_tokens: int | None, attention_tokens: float | None
 ) -> None:
-    loads = [
-        sum(lengths[i] for microbatch in rank for i in microbatch)
-        for rank in assign(lengths, ranks, microbatch_tokens).ranks
-    ]
-    assert max(loads) - min(loads) <= max(lengths, default=0)
+    def cost(position: int) -> float:
+        square = lengths[position] ** 2 / attention_tokens if attention_tokens else 0
+        return lengths[position] + square
+
+    assignment = assign(lengths, ranks, microbatch_tokens, attention_tokens)
+    loads = [sum(cost(i) for microbatch in rank for i in microbatch) for rank in assignment.ranks]
+    costliest = max(map(cost, range(len(lengths))), default=0)
+    assert max(loads) - min(loads) <= costliest + 1e-6
 
 
 @given(LENGTHS, RANKS, st.integers(60, 80))

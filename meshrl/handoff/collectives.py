@@ -22,38 +22,12 @@ from monarch.actor import Actor, current_rank, endpoint
 from torch import Tensor
 
 from meshrl.handoff.dock import DockedBatch, NotDocked, Ticket, dock
-from meshrl.handoff.schema import BYTES_PER_TOKEN, DOCKED
+from meshrl.handoff.schema import BYTES_PER_TOKEN, DOCKED, Column
+from meshrl.handoff.shipment import Shipment
 
 Backend = Literal["gloo", "nccl"]
 
 _distributed: Any = torch.distributed  # the type stubs leave out stores, options and point-to-point calls
-
-
-@dataclass(frozen=True)
-class Shipment:
-    """Where the rollouts of one batch go: the same message for every bridge. Its size grows with rollouts,
-    not tokens."""
-
-    ticket: Ticket
-    rollout_ids: tuple[int, ...]
-    """In the order of the batch; the positions below index this order, and so do advantages."""
-    replicas: tuple[int, ...]
-    """Generator replica that holds each rollout."""
-    lengths: tuple[int, ...]
-    """Tokens of each rollout, prompt and response."""
-    ranks: tuple[tuple[tuple[int, ...], ...], ...]
-    """`ranks[data rank][microbatch]`: positions (see `meshrl.packing.Assignment`)."""
-    tensor_parallel: int
-    """Learner ranks that share a data rank, and so get the same rollouts: learner rank r has data rank
-    r // tensor_parallel."""
-
-    def order(self, data_rank: int) -> list[int]:
-        """Positions of a data rank's rollouts, in micro-batch order."""
-        return [position for microbatch in self.ranks[data_rank] for position in microbatch]
-
-    def part(self, data_rank: int, replica: int) -> list[int]:
-        """Those of them that one replica holds: what it sends, in this order."""
-        return [position for position in self.order(data_rank) if self.replicas[position] == replica]
 
 
 @dataclass(frozen=True)
@@ -142,13 +116,17 @@ class Bridge(Actor):
         return Address(socket.gethostname(), self._store.port)
 
     @endpoint
-    def join(
-        self, address: Address, first: int, sources: int, size: int, timeout_seconds: float, backend: Backend
-    ) -> None:
-        """Join the link; this mesh has the ranks from `first` on. Waits for: every other rank joining."""
-        self._sources = sources
+    def join(self, address: Address, first: int, size: int, timeout_seconds: float, backend: Backend) -> None:
+        """Join a link, leaving the one before; this mesh has the ranks from `first` on. Waits for: every other rank
+        joining."""
+        self._link = None
         self._rank = first + current_rank().rank
         self._link = Link(address, self._rank, size, timeout_seconds, backend)
+
+    @endpoint
+    def leave(self) -> None:
+        """Leave the link: whoever waits for this rank fails, and what it waits for is given up."""
+        self._link = None
 
     def scores(self, rewards: Sequence[float], groups: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Plain values as tensors: float32 and int64. One message for both; `torch.tensor` takes two and is slower."""
@@ -165,7 +143,7 @@ class Bridge(Actor):
         failure: Exception | None = None
         buffers = {}
         for data_rank in range(len(shipment.ranks)):
-            part = shipment.part(data_rank, self._rank)
+            part = shipment.part(data_rank, shipment.sources[self._rank])
             if not part:
                 continue
             try:
@@ -176,9 +154,7 @@ class Bridge(Actor):
             # One byte more says whether the rest is good: a receiver that waits is never left without an
             # answer.
             buffer = torch.cat([payload, torch.tensor([failure is None], dtype=torch.uint8)])
-            for tensor_rank in range(shipment.tensor_parallel):
-                learner = data_rank * shipment.tensor_parallel + tensor_rank
-                buffers[self._sources + learner] = buffer
+            buffers |= dict.fromkeys(shipment.learners(data_rank), buffer)
         self._link.send(buffers, shipment.ticket.number)
         if failure is not None:
             raise failure
@@ -190,15 +166,16 @@ class Bridge(Actor):
         Raises:
             NotDocked: a replica could not send its part.
         """
-        assert self._link is not None
-        data_rank = (self._rank - self._sources) // shipment.tensor_parallel
-        parts = {replica: shipment.part(data_rank, replica) for replica in range(self._sources)}
-        sizes = {replica: _size(shipment, part) for replica, part in parts.items() if part}
-        buffers = self._link.receive(sizes, shipment.ticket.number)
-        for replica, buffer in buffers.items():
+        assert self._link is not None or not shipment.sources
+        data_rank = current_rank().rank // shipment.tensor_parallel
+        parts = {rank: shipment.part(data_rank, replica) for rank, replica in enumerate(shipment.sources)}
+        sizes = {rank: _size(shipment, part) for rank, part in parts.items() if part}
+        buffers = self._link.receive(sizes, shipment.ticket.number) if self._link and sizes else {}
+        for rank, buffer in buffers.items():
             if not buffer[-1]:
+                replica = shipment.sources[rank]
                 raise NotDocked(f"generator replica {replica} could not send its part of {shipment.ticket}")
-        parts_received = {replica: (parts[replica], buffer[:-1]) for replica, buffer in buffers.items()}
+        parts_received = [(parts[rank], buffer[:-1]) for rank, buffer in buffers.items()]
         batch = _batch(shipment, data_rank, _merge(shipment, data_rank, parts_received))
         dock().put_batch(shipment.ticket, batch, shipment.order(data_rank))
 
@@ -217,14 +194,14 @@ def _size(shipment: Shipment, part: Sequence[int]) -> int:
 
 
 def _merge(
-    shipment: Shipment, data_rank: int, received: Mapping[int, tuple[Sequence[int], Tensor]]
+    shipment: Shipment, data_rank: int, received: Sequence[tuple[Sequence[int], Tensor]]
 ) -> dict[str, Tensor]:
     """A data rank's columns, put together from what each replica sent (positions, bytes)."""
     if len(received) == 1:  # one replica sent all, in the right order
-        ((part, buffer),) = received.values()
+        ((part, buffer),) = received
         return unpack(buffer, sum(shipment.lengths[position] for position in part))
     pieces: dict[int, dict[str, Tensor]] = {}
-    for part, buffer in received.values():
+    for part, buffer in received:
         sizes = [shipment.lengths[position] for position in part]
         split = {name: values.split(sizes) for name, values in unpack(buffer, sum(sizes)).items()}
         for i, position in enumerate(part):
@@ -239,7 +216,7 @@ def _merge(
 
 
 def _batch(shipment: Shipment, data_rank: int, columns: dict[str, Tensor]) -> DockedBatch:
-    """A data rank's share, its advantages still to come."""
+    """A data rank's share, its per-rollout columns still to come."""
     order = shipment.order(data_rank)
     microbatches, first = [], 0
     for microbatch in shipment.ranks[data_rank]:
@@ -249,26 +226,29 @@ def _batch(shipment: Shipment, data_rank: int, columns: dict[str, Tensor]) -> Do
         rollout_ids=[shipment.rollout_ids[position] for position in order],
         lengths=[shipment.lengths[position] for position in order],
         columns=columns,
-        advantages=torch.full((len(order),), torch.nan),
+        rollout_columns={},
         microbatches=microbatches,
         global_tokens=shipment.ticket.response_tokens,
         global_rollouts=shipment.ticket.rollouts,
     )
 
 
-def accept_advantages(advantages: Tensor, ticket: Ticket, count: int) -> str | None:
-    """Dock the advantages of a batch of `count` rollouts. Run by the tensor engine, after what they are made by.
+def accept_columns(
+    values: Sequence[Tensor], columns: Sequence[Column], ticket: Ticket, count: int
+) -> str | None:
+    """Dock per-rollout columns of a batch of `count` rollouts. Run by the tensor engine, after what they are made by.
 
     Not an endpoint: an actor that is fed a tensor whose computation failed waits for it for ever.
 
     Returns:
         What is wrong with them. Not raised: an error in the tensor engine loses its type.
     """
-    if advantages.shape != (count,):
-        return f"advantages came out as {list(advantages.shape)}, the batch has {count} rollouts"
-    advantages = advantages.to(torch.float32)
-    bad = (~advantages.isfinite()).nonzero().flatten().tolist()
-    if bad:
-        return f"advantages at positions {bad[:8]} of the batch's {count} are not finite"
-    dock().put_advantages(ticket, advantages)
+    for column, value in zip(columns, values, strict=True):
+        if value.shape != (count,):
+            return f"{column.name} came out as {list(value.shape)}, the batch has {count} rollouts"
+        bad = (~value.isfinite()).nonzero().flatten().tolist()
+        if bad:
+            return f"{column.name} at positions {bad[:8]} of the batch's {count} are not finite"
+    docked = {column.name: value.to(column.dtype) for column, value in zip(columns, values, strict=True)}
+    dock().put_rollout_columns(ticket, docked)
     return None

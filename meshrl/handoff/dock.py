@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -39,8 +39,8 @@ class Ticket:
     """Their response tokens. 0: nothing to train on."""
     microbatches: int
     """Micro-batches of each rank."""
-    dropped: tuple[int, ...] = ()
-    """Ids of rollouts that were left out, being longer than a micro-batch may be."""
+    dropped: Mapping[int, str] = field(default_factory=dict, compare=False)
+    """Rollouts that were left out, by id, and why: `too long` for a micro-batch, or their `generator died`."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,19 @@ class Microbatch:
     """Tokens of each rollout, prompt and response."""
     columns: dict[str, Tensor]
     """Per-token columns `[tokens of the micro-batch]`, rollouts end to end."""
-    advantages: Tensor
-    """float32 `[rollouts of the micro-batch]`."""
+    rollout_columns: dict[str, Tensor]
+    """Per-rollout columns `[rollouts of the micro-batch]`, such as advantages."""
+
+    def at(self, name: str, tokens: Tensor, rollout: Tensor) -> Tensor:
+        """A column's values at some tokens, on their device.
+
+        Args:
+            tokens: int64 `[chosen]`: positions in the micro-batch.
+            rollout: int64 `[chosen]`: which rollout of the micro-batch each belongs to.
+        """
+        if name in self.columns:
+            return self.columns[name].to(tokens.device)[tokens]
+        return self.rollout_columns[name].to(tokens.device)[rollout]
 
 
 @dataclass(frozen=True)
@@ -68,8 +79,8 @@ class DockedBatch:
     """Tokens of each rollout, prompt and response."""
     columns: dict[str, Tensor]
     """Per-token columns of the schema, each flat `[tokens]`: the rollouts end to end."""
-    advantages: Tensor
-    """float32 `[rollouts]`."""
+    rollout_columns: dict[str, Tensor]
+    """Per-rollout columns, each `[rollouts]`, such as advantages."""
     microbatches: list[list[int]]
     """Positions into `rollout_ids`; as many on every rank, so some may be empty (collectives must stay in
     step)."""
@@ -84,6 +95,20 @@ class DockedBatch:
         """Tokens held by this rank, prompts and responses."""
         return sum(self.lengths)
 
+    def check(self, needed: Iterable[str]) -> None:
+        """See that it has these columns.
+
+        Raises:
+            ValueError: one is missing; names all there are.
+        """
+        there = {*self.columns, *self.rollout_columns}
+        missing = sorted(set(needed) - there)
+        if missing:
+            raise ValueError(
+                f"the loss needs the column {missing[0]!r}, the batch has {', '.join(sorted(there))}: tell the "
+                "handoff of the loss when connecting"
+            )
+
     def rows(self) -> Iterator[Microbatch]:
         """The micro-batches as views, in order."""
         first = first_token = 0
@@ -94,7 +119,7 @@ class DockedBatch:
                 range(first, last),
                 lengths,
                 {name: values[first_token:last_token] for name, values in self.columns.items()},
-                self.advantages[first:last],
+                {name: values[first:last] for name, values in self.rollout_columns.items()},
             )
             first, first_token = last, last_token
 
@@ -109,7 +134,7 @@ class Dock:
         self._lock = threading.Lock()
         self._rollouts: dict[int, dict[str, Tensor]] = {}
         self._batches: dict[Ticket | int, tuple[DockedBatch, Sequence[int] | None]] = {}
-        self._advantages: dict[Ticket | int, Tensor] = {}
+        self._rollout_columns: dict[Ticket | int, dict[str, Tensor]] = {}
         self._tokens = 0
 
     def put(self, rollout_id: int, columns: Mapping[str, Tensor]) -> None:
@@ -173,16 +198,40 @@ class Dock:
         on one batch at a time.
 
         Args:
-            positions: where its rollouts stand in the whole batch; their advantages are then those of
-                `put_advantages`. None: the batch has its own.
+            positions: where its rollouts stand in the whole batch; their per-rollout columns are then those of
+                `put_rollout_columns`. None: the batch has its own.
         """
         with self._lock:
             self._batches = {ticket: (batch, positions)}
 
-    def put_advantages(self, ticket: Ticket | int, advantages: Tensor) -> None:
-        """Hold the advantages of a whole batch, float32 `[rollouts of all ranks]`, before or after `put_batch`."""
+    def put_rollout_columns(self, ticket: Ticket | int, columns: Mapping[str, Tensor]) -> None:
+        """Hold per-rollout columns of a whole batch, each `[rollouts of all ranks]`, before or after `put_batch`."""
         with self._lock:
-            self._advantages = {ticket: advantages}
+            self._rollout_columns = {ticket: dict(columns)}
+
+    def batch(self, ticket: Ticket | int) -> DockedBatch:
+        """The rank's share of a batch, which stays here: for a reference model or a critic to look at.
+
+        Raises:
+            NotDocked: it has not arrived, or was taken.
+        """
+        with self._lock:
+            return self._whole(ticket)
+
+    def put_column(self, ticket: Ticket | int, name: str, values: Tensor) -> None:
+        """Add a per-token column, `[tokens]` of this rank's share of a batch that has arrived.
+
+        Raises:
+            NotDocked: it has not, or was taken.
+            ValueError: another shape.
+        """
+        with self._lock:
+            batch = self._whole(ticket)
+            if values.shape != (batch.tokens,):
+                raise ValueError(
+                    f"column {name} is {list(values.shape)}, this rank's share of {ticket} has [{batch.tokens}] tokens"
+                )
+            batch.columns[name] = values
 
     def take_batch(self, ticket: Ticket | int) -> DockedBatch:
         """Hand out the batch and forget it.
@@ -191,11 +240,22 @@ class Dock:
             NotDocked: it has not arrived, or was taken before.
         """
         with self._lock:
-            batch, positions = self._batches.pop(ticket, (None, None))
-            advantages = self._advantages.pop(ticket, None)
-        if batch is not None and positions is not None:
+            batch = self._whole(ticket)
+            del self._batches[ticket]
+            self._rollout_columns.pop(ticket, None)
+            return batch
+
+    def _whole(self, ticket: Ticket | int) -> DockedBatch:
+        """The batch with its per-rollout columns."""
+        batch, positions = self._batches.get(ticket, (None, None))
+        if positions is not None:
+            columns = self._rollout_columns.get(ticket)
             index = torch.tensor(positions, dtype=torch.int64)
-            batch = None if advantages is None else replace(batch, advantages=advantages[index])
+            if batch is None or columns is None:
+                batch = None
+            else:
+                own = {name: values[index] for name, values in columns.items()}
+                batch = replace(batch, rollout_columns=own)
         if batch is None:
             raise NotDocked(
                 f"{ticket} is not docked on this rank: await handoff(...) before the step, and use each ticket once"
@@ -204,7 +264,7 @@ class Dock:
 
 
 def empty_columns(tokens: int) -> dict[str, Tensor]:
-    """The per-token columns of `tokens` positions, all padding."""
+    """The columns that generators dock, of `tokens` positions, all padding."""
     return {column.name: torch.full((tokens,), column.padding, dtype=column.dtype) for column in DOCKED}
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,18 +21,36 @@ from monarch.common.tensor import Tensor as EngineTensor
 from monarch.mesh_controller import RemoteException
 from torch import Tensor
 
-from meshrl.handoff.collectives import Backend, Bridge, Shipment, accept_advantages
+from meshrl.handoff.collectives import Address, Backend, Bridge, Shipment, accept_columns
 from meshrl.handoff.dock import Ticket
+from meshrl.handoff.schema import BY_NAME, Column, check_needs, declared
+from meshrl.handoff.shipment import GENERATOR_DIED, plan_shipment
+from meshrl.losses import Loss
 from meshrl.mesh import Replica, RoleMesh
-from meshrl.packing import assign
-from meshrl.rollout import RolloutGroup, RolloutHandle
+from meshrl.rollout import RolloutGroup
 from meshrl.worker import RemoteError, WorkerDied
 
 CAUSE_SECONDS = 2.0
 """After one end of a handoff failed, how long the others are given to say why."""
 
 _numbers = itertools.count(1)
-_accept = remote(accept_advantages, propagate=lambda advantages, ticket, count: None)
+_accept = remote(accept_columns, propagate=lambda values, columns, ticket, count: None)
+
+
+@dataclass(frozen=True)
+class HandoffConfig:
+    """How rollouts are cut into the learners' micro-batches, and how long that may take."""
+
+    microbatch_tokens: int | None = None
+    """Most tokens of a micro-batch; longer rollouts are left out, and named by the ticket. None: a rank's share is one
+    micro-batch, whatever its size."""
+    attention_tokens: float | None = None
+    """Length at which attention costs a learner as much as everything else; ranks are balanced by it. None: by tokens
+    alone."""
+    deadline_seconds: float = 60.0
+    """Longest wait of any one handoff."""
+    backend: Backend = "gloo"
+    """"nccl" needs a GPU for each process of both meshes."""
 
 
 class Handoff:
@@ -46,21 +65,27 @@ class Handoff:
 
     def __init__(
         self,
-        sources: Sequence[Replica],
+        source: RoleMesh,
         target: Replica,
+        config: HandoffConfig,
         *,
         data_parallel: int,
         tensor_parallel: int,
-        microbatch_tokens: int | None,
-        deadline_seconds: float,
+        provides: Sequence[Column],
+        rewards: bool,
+        note: Callable[[str], None],
     ) -> None:
         """Use `Handoff.connect`."""
-        self._sources = sources
-        self._target = target
+        self.config = config
         self.data_parallel = data_parallel
         self.tensor_parallel = tensor_parallel
-        self.microbatch_tokens = microbatch_tokens
-        self.deadline_seconds = deadline_seconds
+        self._source = source
+        self._target = target
+        self._bridges: dict[int, Replica] = {}  # by generator replica; those that are linked
+        self._provides = {column.name: column for column in provides}
+        self._rewards = rewards
+        self._note = note
+        self._lock = asyncio.Lock()
 
     @classmethod
     async def connect(
@@ -68,11 +93,12 @@ class Handoff:
         *,
         source: RoleMesh,
         target: RoleMesh,
+        config: HandoffConfig | None = None,
         data_parallel: int | None = None,
         tensor_parallel: int = 1,
-        microbatch_tokens: int | None = None,
-        deadline_seconds: float = 60.0,
-        backend: Backend = "gloo",
+        loss: Loss | None = None,
+        provides: Sequence[str | Column] = ("advantages",),
+        note: Callable[[str], None] = print,
     ) -> Handoff:
         """Put bridges beside the actors, link them, and start the tensor engine on the learner mesh.
 
@@ -84,13 +110,14 @@ class Handoff:
             target: learners; one replica of data_parallel * tensor_parallel processes, tensor-parallel ranks
                 innermost.
             data_parallel: None: all ranks that tensor parallelism leaves.
-            microbatch_tokens: most tokens of a micro-batch; longer rollouts are dropped and named by the
-                ticket. None: a rank's share is one micro-batch, whatever its size.
-            deadline_seconds: longest wait of any one handoff.
-            backend: "nccl" needs a GPU for each process of both meshes.
+            loss: what will be trained with; a column that it needs and nothing makes is an error here. None: not known.
+            provides: columns that the program makes for each batch, by name, or declared here. Those of rollouts
+                are given to each handoff; those of tokens are added on the learner ranks (`Dock.put_column`).
+            note: told when rollouts are left out because their generator died.
 
         Raises:
             ValueError: the meshes do not fit.
+            UserError: the loss needs a column that nothing makes; an unknown column.
             DeadlineError: the bridges did not find each other in time.
         """
         if len(target.replicas) != 1:
@@ -105,35 +132,68 @@ class Handoff:
                 f"data_parallel={data_parallel} times tensor_parallel={tensor_parallel} is not the {learners} "
                 f"processes of {target.name}"
             )
-        name = f"handoff_bridge_{next(_numbers)}"
-        sources = (await source.spawn_beside(Bridge, name)).replicas
-        bridge = (await target.spawn_beside(Bridge, name)).replicas[0]
-        opened = sources[0].actors.open_store.call(deadline_seconds)
-        ((address,),) = await _answers(
-            [(sources[0], opened)], deadline_seconds, "the handoff's store to open"
+        columns = declared(provides)
+        needed = () if loss is None else loss.columns
+        check_needs(loss, needed, columns)
+        bridge = (await target.spawn_beside(Bridge, _bridge_name())).replicas[0]
+        handoff = cls(
+            source,
+            bridge,
+            config or HandoffConfig(),
+            data_parallel=data_parallel,
+            tensor_parallel=tensor_parallel,
+            provides=[column for column in columns if column.scope == "rollout"],
+            rewards="rewards" in needed,
+            note=note,
         )
-        settings = (len(sources), len(sources) + learners, deadline_seconds, backend)
+        await handoff.relink()
+        # The first operation starts the engine: done here, a failure is one of connecting, and no step pays for it.
+        with handoff.tensors():
+            accepted = _accept.call([torch.zeros(0)], [BY_NAME["advantages"]], Ticket(0, 0, 0, 0), 0)
+        await _answers(
+            [(bridge, accepted)],
+            handoff.config.deadline_seconds,
+            f"the tensor engine to start on {target.name}",
+        )
+        return handoff
+
+    async def relink(self) -> None:
+        """Link the learners with the generator replicas that are alive now: after one died, or came back.
+
+        Waits for: a handoff in progress, then each process of both meshes.
+        """
+        async with self._lock:
+            await self._relink()
+
+    async def _relink(self) -> None:
+        deadline, target = self.config.deadline_seconds, self._target
+        alive = {r: replica for r, replica in enumerate(self._source.replicas) if not _dead(replica)}
+        # Whoever still waits for a peer that is gone gives up when the others leave.
+        await _answers([(target, target.actors.leave.call())], deadline, "the learners to leave the old link")
+        self._bridges = {
+            number: bridge
+            for number, bridge in self._bridges.items()
+            if number in alive and bridge.processes is alive[number].processes
+        }
+        for number, replica in alive.items():
+            if number not in self._bridges:
+                beside = RoleMesh(self._source.name, [replica])
+                self._bridges[number] = (await beside.spawn_beside(Bridge, _bridge_name())).replicas[0]
+        bridges = [bridge for _, bridge in sorted(self._bridges.items())]
+        if not bridges:
+            return
+        opened = bridges[0].actors.open_store.call(deadline)
+        address: Address
+        ((address,),) = await _answers([(bridges[0], opened)], deadline, "the handoff's store to open")
+        settings = (len(bridges) + target.size, deadline, self.config.backend)
         await _answers(
             [
                 (end, end.actors.join.call(address, first, *settings))
-                for first, end in enumerate([*sources, bridge])
+                for first, end in enumerate([*bridges, target])
             ],
-            deadline_seconds,
-            f"{source.name} and {target.name} to link up",
+            deadline,
+            f"{self._source.name} and the learners to link up",
         )
-        handoff = cls(
-            sources,
-            bridge,
-            data_parallel=data_parallel,
-            tensor_parallel=tensor_parallel,
-            microbatch_tokens=microbatch_tokens,
-            deadline_seconds=deadline_seconds,
-        )
-        # The first operation starts the engine: done here, a failure is one of connecting, and no step pays for it.
-        with handoff.tensors():
-            accepted = _accept.call(torch.zeros(0), Ticket(0, 0, 0, 0), 0)
-        await _answers([(bridge, accepted)], deadline_seconds, f"the tensor engine to start on {target.name}")
-        return handoff
 
     @contextmanager
     def tensors(self) -> Iterator[None]:
@@ -183,54 +243,101 @@ class Handoff:
                 numbers.append(number)
         return self._scores(values, numbers)
 
-    async def __call__(
-        self, groups: Sequence[RolloutGroup], *, advantages: Tensor | Sequence[float]
-    ) -> Ticket:
-        """Put the groups' columns and advantages into the learners' docks; when it returns, they are there.
+    async def __call__(self, groups: Sequence[RolloutGroup], **columns: Tensor | Sequence[float]) -> Ticket:
+        """Put the groups' columns into the learners' docks; when it returns, they are there.
 
         Waits for: each generator replica sending its part, each learner rank docking its share.
+
+        A generator that dies takes its rollouts with it: they are left out, and the ticket says so.
 
         Args:
             groups: taken from the buffer; columns stay in the generators' docks until released there. None at
                 all gives a ticket for an empty batch, which learners skip.
-            advantages: float `[rollouts]` in the order of the groups: a tensor of the learner mesh, or plain
-                values.
+            columns: what the program makes of each rollout, such as `advantages=`: `[rollouts]` in the order of the
+                groups, a tensor of the learner mesh or plain values.
 
         Returns:
             The ticket that a learner's step redeems.
 
         Raises:
-            ValueError: advantages of another length, or not finite.
-            RemoteError: the tensor code that makes the advantages failed on the learner mesh.
+            ValueError: a column is missing, unknown, of another length, or not finite.
+            RemoteError: the tensor code that makes a column failed on the learner mesh.
             NotDocked: a rollout is not where its handle says.
-            WorkerDied: a process of either mesh is gone.
+            WorkerDied: a learner process is gone.
             DeadlineError: a rank did not answer in `deadline_seconds`.
         """
-        shipment = plan_shipment(
-            groups, next(_numbers), self.data_parallel, self.tensor_parallel, self.microbatch_tokens
-        )
-        count = len(shipment.rollout_ids)
-        shape = tuple(advantages.shape) if isinstance(advantages, Tensor) else (len(advantages),)
-        if shape != (count,):
-            raise ValueError(f"advantages have shape {list(shape)}, the groups have {count} rollouts")
-        if not isinstance(advantages, EngineTensor):
-            values = advantages.tolist() if isinstance(advantages, Tensor) else list(advantages)
-            advantages, _ = self._scores(values, [])
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        values = self._values(columns, len(rollouts))
+        if self._rewards:
+            rewards, _ = self.rewards(groups)
+            values[BY_NAME["rewards"]] = rewards
+        async with self._lock:
+            while True:
+                gone = {
+                    position: GENERATOR_DIED
+                    for position, rollout in enumerate(rollouts)
+                    if not self._holds(rollout.replica, rollout.process_id)
+                }
+                shipment = plan_shipment(
+                    rollouts,
+                    next(_numbers),
+                    self.data_parallel,
+                    self.tensor_parallel,
+                    self.config.microbatch_tokens,
+                    self.config.attention_tokens,
+                    sources=tuple(sorted(self._bridges)),
+                    gone=gone,
+                )
+                try:
+                    await self._ship(shipment, values)
+                except WorkerDied:
+                    if not any(_dead(bridge) for bridge in self._bridges.values()) or _dead(self._target):
+                        raise
+                    await self._relink()
+                    continue
+                if gone:
+                    self._note(f"{len(gone)} of {len(rollouts)} rollouts are left out: their generator died")
+                return shipment.ticket
+
+    async def _ship(self, shipment: Shipment, values: Mapping[Column, Tensor]) -> None:
         holders = sorted({shipment.replicas[p] for rank in shipment.ranks for part in rank for p in part})
-        sources = [self._sources[replica] for replica in holders]
+        sources = [self._bridges[replica] for replica in holders]
         bridge, ticket = self._target, shipment.ticket
         with self.tensors():
-            accepted = _accept.call(advantages, ticket, count)
+            accepted = _accept.call(list(values.values()), list(values), ticket, len(shipment.rollout_ids))
         refusals, *_ = await _answers(
             [(bridge, accepted)]
             + [(source, source.actors.send.call(shipment)) for source in sources]
             + [(bridge, bridge.actors.receive.call(shipment))],
-            self.deadline_seconds,
+            self.config.deadline_seconds,
             f"{ticket} to arrive from generator replicas {holders}",
         )
         for refusal in filter(None, refusals):
             raise ValueError(refusal)
-        return ticket
+
+    def _values(self, columns: Mapping[str, Tensor | Sequence[float]], count: int) -> dict[Column, Tensor]:
+        """What the program gave, as tensors of the learner mesh."""
+        if set(columns) != set(self._provides):
+            wanted = ", ".join(sorted(self._provides)) or "none"
+            raise ValueError(
+                f"the handoff was given the columns {', '.join(sorted(columns)) or 'none'}, it provides {wanted}: "
+                "give each one, or name others in `provides` when connecting"
+            )
+        values = {}
+        for name, value in columns.items():
+            shape = tuple(value.shape) if isinstance(value, Tensor) else (len(value),)
+            if shape != (count,):
+                raise ValueError(f"{name} have shape {list(shape)}, the groups have {count} rollouts")
+            if not isinstance(value, EngineTensor):
+                plain = value.tolist() if isinstance(value, Tensor) else list(value)
+                value, _ = self._scores(plain, [])
+            values[self._provides[name]] = value
+        return values
+
+    def _holds(self, replica: int, process_id: int) -> bool:
+        """Whether the process that made a rollout is the one that is linked, and alive."""
+        bridge = self._bridges.get(replica)
+        return bridge is not None and not _dead(bridge) and process_id in (0, bridge.pids[0])
 
     def _scores(self, rewards: Sequence[float], groups: Sequence[int]) -> tuple[Tensor, Tensor]:
         shapes = len(rewards), len(groups)
@@ -242,35 +349,12 @@ class Handoff:
             return scores.rref(rewards, groups)
 
 
-def plan_shipment(
-    groups: Sequence[RolloutGroup],
-    number: int,
-    data_parallel: int,
-    tensor_parallel: int = 1,
-    microbatch_tokens: int | None = None,
-) -> Shipment:
-    """Which rollout goes where. Pure.
+def _bridge_name() -> str:
+    return f"handoff_bridge_{next(_numbers)}"
 
-    Rollouts that no micro-batch can hold are named by the ticket's `dropped` and count in no total.
-    """
-    rollouts: list[RolloutHandle] = [rollout for group in groups for rollout in group.rollouts]
-    assignment = assign([rollout.tokens for rollout in rollouts], data_parallel, microbatch_tokens)
-    dropped = set(assignment.dropped)
-    kept = [rollout for position, rollout in enumerate(rollouts) if position not in dropped]
-    return Shipment(
-        ticket=Ticket(
-            number=number,
-            rollouts=len(kept),
-            response_tokens=sum(rollout.response_tokens for rollout in kept),
-            microbatches=assignment.microbatches,
-            dropped=tuple(rollouts[position].id for position in assignment.dropped),
-        ),
-        rollout_ids=tuple(rollout.id for rollout in rollouts),
-        replicas=tuple(rollout.replica for rollout in rollouts),
-        lengths=tuple(rollout.tokens for rollout in rollouts),
-        ranks=assignment.ranks,
-        tensor_parallel=tensor_parallel,
-    )
+
+def _dead(replica: Replica) -> bool:
+    return replica.processes.death.done()
 
 
 async def _answers(

@@ -55,7 +55,7 @@ def test_an_engine_is_called_by_one_thread_and_abandoning_leaves_nothing(
     async def never_answers(*_: Any, **__: Any) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("meshrl.actors.generator.call", never_answers)
+    monkeypatch.setattr("meshrl.actors.graders.call", never_answers)
 
     async def drive() -> Watched:
         task, model = ArithmeticTask(), ModelConfig()

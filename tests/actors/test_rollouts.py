@@ -11,10 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl.actors.generator import Finished
-from meshrl.actors.rollouts import Rollouts, RolloutsConfig, _prompt_index, sample_seed
+from meshrl.actors.prompts import prompt_index, sample_seed
+from meshrl.actors.rollouts import Rollouts, RolloutsConfig
+from meshrl.handoff.dock import Ticket
 from meshrl.programs.tasks import ArithmeticTask
 from meshrl.rollout import GroupRequest, RolloutGroup, RolloutHandle, SamplingParams
 from meshrl.session import DeadlineError
+
+TICKET = Ticket(1, 6, 24, 1)
 
 
 class AtOnce:
@@ -24,9 +28,6 @@ class AtOnce:
 
     def __init__(self, failure: Exception | None = None) -> None:
         self.failure, self.groups, self.done = failure, [], asyncio.Event()
-
-    async def call(self, endpoint: str, **_: Any) -> None:
-        assert endpoint == "abandon"
 
     async def call_rank(self, endpoint: str, *arguments: Any, **_: Any) -> Any:
         if endpoint == "submit":
@@ -39,6 +40,8 @@ class AtOnce:
                 raise self.failure
             groups, self.groups = self.groups, []
             return Finished(tuple(groups), 0, generate_seconds=len(groups), reward_seconds=0.5)
+        elif endpoint == "release":
+            return len(arguments[0])
         return None
 
     @staticmethod
@@ -60,7 +63,7 @@ def test_an_evaluation_is_charged_to_no_training_step() -> None:
         async with rollouts(AtOnce()) as source:
             first = await source.take()
             assert await source.evaluate(10) == 0.5
-            source.release(first, {}, 1, live=asyncio.sleep(0))
+            source.release(first, TICKET, {}, 1, live=asyncio.sleep(0))
             second = await source.take()
             return first.generate_seconds, second.generate_seconds, second.reward_seconds
 
@@ -84,7 +87,7 @@ def test_slots_are_freed_when_the_weights_are_live_and_not_before(staleness: int
         live: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         async with rollouts(AtOnce(), staleness) as source:
             first = await source.take()
-            source.release(first, {}, 1, live=live)
+            source.release(first, TICKET, {}, 1, live=live)
             free = [source.buffer.free]
             following = asyncio.create_task(source.take())
             if staleness:
@@ -106,7 +109,7 @@ def test_weights_that_do_not_arrive_end_the_next_batch() -> None:
 
     async def drive() -> None:
         async with rollouts(AtOnce()) as source:
-            source.release(await source.take(), {}, 1, live=lost())
+            source.release(await source.take(), TICKET, {}, 1, live=lost())
             await source.take()
 
     with pytest.raises(LookupError, match="did not get version 1"):
@@ -129,12 +132,12 @@ def test_no_two_samples_share_a_seed() -> None:
 
 @given(size=st.integers(1, 50), seed=st.integers(0, 5), epoch=st.integers(0, 3))
 def test_every_epoch_has_each_prompt_once_in_an_order_of_its_own(size: int, seed: int, epoch: int) -> None:
-    order = [_prompt_index(position, size, seed) for position in range(epoch * size, (epoch + 1) * size)]
+    order = [prompt_index(position, size, seed) for position in range(epoch * size, (epoch + 1) * size)]
     assert sorted(order) == list(range(size))
     assert order == [
-        _prompt_index(position, size, seed) for position in range(epoch * size, (epoch + 1) * size)
+        prompt_index(position, size, seed) for position in range(epoch * size, (epoch + 1) * size)
     ]
 
 
 def test_an_endless_task_goes_on_and_on() -> None:
-    assert [_prompt_index(position, None, 7) for position in (0, 1, 10**9)] == [0, 1, 10**9]
+    assert [prompt_index(position, None, 7) for position in (0, 1, 10**9)] == [0, 1, 10**9]

@@ -48,7 +48,7 @@ def make_batch(
         rollout_ids=list(range(count)),
         lengths=list(lengths),
         columns=columns,
-        advantages=torch.randn(count, generator=generator),
+        rollout_columns={"advantages": torch.randn(count, generator=generator)},
         microbatches=[list(range(first, min(first + each, count))) for first in range(0, count, each)],
         global_tokens=sum(lengths) - sum(prompts),
         global_rollouts=count,
@@ -118,7 +118,7 @@ def test_an_empty_microbatch_and_one_without_responses_contribute_nothing() -> N
     reference = make_batch()
     for name, column in reference.columns.items():
         batch.columns[name][: len(column)] = column
-    batch.advantages[: len(LENGTHS)] = reference.advantages
+    batch.rollout_columns["advantages"][: len(LENGTHS)] = reference.rollout_columns["advantages"]
     got = padded.step(batch, policy_loss()).metrics
     for name, value in expected.items():
         assert got[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
@@ -136,7 +136,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_were() -> None
     trainer = make_trainer()
     before = weights(trainer)
     batch = make_batch()
-    batch.advantages[0] = math.inf
+    batch.rollout_columns["advantages"][0] = math.inf
     with pytest.raises(FloatingPointError, match="weights are"):
         trainer.step(batch, policy_loss())
     assert all(torch.equal(trainer.weight_tensors()[name], tensor) for name, tensor in before.items())

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from meshrl.handoff.collectives import pack, unpack
 from meshrl.handoff.dock import Dock, DockedBatch, DockFull, NotDocked, Ticket, dock, empty_columns
-from meshrl.handoff.handoff import plan_shipment
 from meshrl.handoff.schema import BYTES_PER_TOKEN, COLUMNS, DOCKED
+from meshrl.handoff.shipment import plan_shipment
 from meshrl.rollout import RolloutGroup, RolloutHandle
 
 
@@ -64,23 +64,25 @@ def test_the_wire_holds_any_rollouts_bit_for_bit(lengths: list[int]) -> None:
 
 def test_padding_is_of_each_columns_dtype() -> None:
     padding = empty_columns(3)
-    assert padding.keys() == {column.name for column in COLUMNS if column.scope == "token"}
+    assert padding.keys() == {column.name for column in COLUMNS if column.producer == "generator"}
     assert padding["weight_version"].tolist() == [-1, -1, -1] and not padding["response_mask"].any()
 
 
 def test_a_batch_waits_for_both_halves_and_is_taken_once() -> None:
     held = Dock()
-    batch = DockedBatch([8, 5], [1, 2], columns(0, 3), torch.zeros(2), [[0], [], [1]], 3, 4)
+    batch = DockedBatch([8, 5], [1, 2], columns(0, 3), {}, [[0], [], [1]], 3, 4)
     for advantages_first in (True, False):
         ticket = Ticket(1, 4, 3, 3)
         halves = [
-            lambda ticket=ticket: held.put_advantages(ticket, torch.tensor([0.0, 10.0, 20.0, 30.0])),
+            lambda ticket=ticket: held.put_rollout_columns(
+                ticket, {"advantages": torch.tensor([0.0, 10.0, 20.0, 30.0])}
+            ),
             lambda ticket=ticket: held.put_batch(ticket, batch, [3, 1]),
         ]
         first, second = halves if advantages_first else reversed(halves)
         first()
         second()
-        assert held.take_batch(ticket).advantages.tolist() == [30.0, 10.0]
+        assert held.take_batch(ticket).rollout_columns["advantages"].tolist() == [30.0, 10.0]
         with pytest.raises(NotDocked):
             held.take_batch(ticket)
     held.put_batch(Ticket(2, 4, 3, 3), batch, [3, 1])
@@ -89,12 +91,14 @@ def test_a_batch_waits_for_both_halves_and_is_taken_once() -> None:
 
 
 def test_micro_batches_are_views_in_order() -> None:
-    batch = DockedBatch([8, 5, 6], [1, 2, 3], columns(0, 6), torch.arange(3.0), [[0, 1], [], [2]], 3, 3)
+    batch = DockedBatch(
+        [8, 5, 6], [1, 2, 3], columns(0, 6), {"advantages": torch.arange(3.0)}, [[0, 1], [], [2]], 3, 3
+    )
     rows = list(batch.rows())
     assert [list(row.positions) for row in rows] == batch.microbatches
     assert [row.lengths for row in rows] == [[1, 2], [], [3]]
     assert [row.columns["token_ids"].tolist() for row in rows] == [[0, 1, 2], [], [3, 4, 5]]
-    assert [row.advantages.tolist() for row in rows] == [[0.0, 1.0], [], [2.0]]
+    assert [row.rollout_columns["advantages"].tolist() for row in rows] == [[0.0, 1.0], [], [2.0]]
     assert rows[0].columns["token_ids"].data_ptr() == batch.columns["token_ids"].data_ptr()
 
 
@@ -115,8 +119,12 @@ def test_a_shipment_sends_each_kept_rollout_once_from_where_it_lies(
             )
             rollout_id += 1
         groups.append(RolloutGroup(number, number, tuple(handles)))
-    shipment = plan_shipment(groups, 1, data_parallel, microbatch_tokens=24)
-    handles = {handle.id: handle for group in groups for handle in group.rollouts}
+    ordered = [handle for group in groups for handle in group.rollouts]
+    gone = {position: "generator died" for position in range(0, len(ordered), 7)}
+    shipment = plan_shipment(
+        ordered, 1, data_parallel, microbatch_tokens=24, sources=range(replicas), gone=gone
+    )
+    handles = {handle.id: handle for handle in ordered}
     sent = []
     for rank in range(data_parallel):
         parts = [shipment.part(rank, replica) for replica in range(replicas)]

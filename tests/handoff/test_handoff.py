@@ -16,11 +16,14 @@ from monarch._src.actor import actor_mesh
 from torch import Tensor
 
 from meshrl.advantages import group_relative
+from meshrl.errors import UserError
 from meshrl.handoff.dock import DockedBatch, NotDocked, Ticket
-from meshrl.handoff.handoff import Handoff
+from meshrl.handoff.handoff import Handoff, HandoffConfig
+from meshrl.handoff.schema import Column
+from meshrl.losses import LossInputs, LossOutputs, TokenMean
 from meshrl.mesh import RoleMesh
 from meshrl.rollout import RolloutGroup
-from meshrl.session import Session, SessionConfig, WorkerDied
+from meshrl.session import Session, SessionConfig
 from meshrl.worker import RemoteError
 
 SECONDS = 60
@@ -73,7 +76,10 @@ def meshes() -> Iterator[Meshes]:
             )
             first = await Handoff.connect(source=generator, target=learner)
             second = await Handoff.connect(
-                source=generator, target=learner, tensor_parallel=2, microbatch_tokens=20
+                source=generator,
+                target=learner,
+                tensor_parallel=2,
+                config=HandoffConfig(microbatch_tokens=20),
             )
             return generator, learner, first, second
 
@@ -87,7 +93,7 @@ def docked(batch: DockedBatch) -> dict[int, tuple[dict[str, Tensor], float]]:
     """Columns and advantage of each rollout, by id."""
     rollouts, start = {}, 0
     for rollout_id, length, advantage in zip(
-        batch.rollout_ids, batch.lengths, batch.advantages.tolist(), strict=True
+        batch.rollout_ids, batch.lengths, batch.rollout_columns["advantages"].tolist(), strict=True
     ):
         part = {name: values[start : start + length] for name, values in batch.columns.items()}
         rollouts[rollout_id] = part, advantage
@@ -156,7 +162,7 @@ def test_a_rollout_too_long_for_a_micro_batch_is_named_and_counts_nowhere(meshes
     long = replace(long, rollouts=tuple(replace(handle, response_tokens=50) for handle in long.rollouts))
     meshes.fill([long, *rest])
     ticket = meshes.hand([long, *rest], [9.0, 1.0, 2.0, 3.0], meshes.tensor_parallel)
-    assert ticket.dropped == (long.rollouts[0].id,) and ticket.rollouts == 3
+    assert ticket.dropped == {long.rollouts[0].id: "too long"} and ticket.rollouts == 3
     assert_arrived(rest, torch.tensor([1.0, 2.0, 3.0]), meshes.take(ticket)[:1])
     meshes.release([long, *rest])
 
@@ -268,6 +274,62 @@ def test_a_ticket_is_redeemed_once(meshes: Meshes) -> None:
     meshes.release(groups)
 
 
+class NeedsLengths:
+    """A loss that reads a column of the program's own."""
+
+    aggregation = TokenMean()
+    columns = ("length_weight", "rewards")
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        return LossOutputs(inputs.column("length_weight") * inputs.logprobs, {})
+
+
+def test_a_loss_whose_column_nobody_makes_is_an_error_at_the_start(meshes: Meshes) -> None:
+    async def connect(provides: Sequence[str | Column]) -> Handoff:
+        return await Handoff.connect(
+            source=meshes.generator, target=meshes.learner, loss=NeedsLengths(), provides=provides
+        )
+
+    with pytest.raises(UserError, match="needs the column 'length_weight' .no column of that name"):
+        meshes.runner.run(connect(["advantages"]))
+    with pytest.raises(UserError, match="there is no column 'length_weight'; the schema has advantages"):
+        meshes.runner.run(connect(["length_weight"]))
+
+
+def test_a_column_declared_by_the_program_and_the_rewards_arrive_with_their_rollouts(meshes: Meshes) -> None:
+    async def connect() -> Handoff:
+        return await Handoff.connect(
+            source=meshes.generator,
+            target=meshes.learner,
+            loss=NeedsLengths(),
+            provides=[Column("length_weight", torch.float32, "rollout")],
+        )
+
+    handoff = meshes.runner.run(connect())
+    groups = groups_of([2, 3], replicas=2)
+    meshes.fill(groups)
+
+    async def hand(**columns: Any) -> Ticket:
+        return await handoff(groups, **columns)
+
+    with pytest.raises(ValueError, match="given the columns advantages, it provides length_weight"):
+        meshes.runner.run(hand(advantages=[0.0] * 5))
+    handles = [handle for group in groups for handle in group.rollouts]
+    batches = meshes.take(meshes.runner.run(hand(length_weight=[1 / handle.tokens for handle in handles])))
+    by_id = {handle.id: handle for handle in handles}
+    assert sorted(i for batch in batches for i in batch.rollout_ids) == sorted(by_id)
+    for batch in batches:
+        batch.check(NeedsLengths.columns)
+        mine = [by_id[rollout_id] for rollout_id in batch.rollout_ids]
+        torch.testing.assert_close(
+            batch.rollout_columns["length_weight"], torch.tensor([1 / handle.tokens for handle in mine])
+        )
+        assert batch.rollout_columns["rewards"].tolist() == [handle.reward for handle in mine]
+        with pytest.raises(ValueError, match="needs the column 'values', the batch has length_weight, resp"):
+            batch.check(["values"])
+    meshes.release(groups)
+
+
 def test_a_rollout_without_reward_is_named(meshes: Meshes) -> None:
     (group,) = groups_of([2], replicas=1)
     failed = replace(group.rollouts[1], reward=None, reward_error="timed out")
@@ -287,10 +349,17 @@ def test_meshes_that_do_not_fit_are_refused(meshes: Meshes) -> None:
         meshes.runner.run(connect(meshes.generator, meshes.learner, tensor_parallel=3))
 
 
-def test_a_generator_that_died_ends_the_handoff_with_its_name(meshes: Meshes) -> None:
+def test_a_generator_that_died_takes_only_its_own_rollouts_with_it(meshes: Meshes) -> None:
     """The last test of these meshes: it kills a generator."""
     groups = groups_of([2, 2], replicas=2)
     meshes.fill(groups)
     os.kill(meshes.generator.replicas[1].pids[0], signal.SIGKILL)
-    with pytest.raises(WorkerDied, match=r"generator\[1\]"):
-        meshes.hand(groups, [0.0] * 4)
+    for _ in range(2):  # in the midst of a handoff, then known from the start
+        ticket = meshes.hand(groups, [1.0, 2.0, 3.0, 4.0])
+        lost = {handle.id: "generator died" for handle in groups[1].rollouts}
+        assert ticket.dropped == lost and ticket.rollouts == 2
+        assert_arrived(groups[:1], torch.tensor([1.0, 2.0]), meshes.take(ticket))
+    os.kill(meshes.generator.replicas[0].pids[0], signal.SIGKILL)
+    ticket = meshes.hand(groups, [1.0, 2.0, 3.0, 4.0])
+    assert len(ticket.dropped) == 4 and ticket.response_tokens == 0
+    assert all(batch.global_tokens == 0 for batch in meshes.take(ticket))

@@ -1,0 +1,87 @@
+"""A batch of one training step, as the controller sees it: handles, counts, times."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from meshrl.handoff.dock import Ticket
+from meshrl.rollout import RolloutGroup, RolloutHandle
+
+ZERO_VARIANCE = "zero variance"
+REWARD_FAILED = "reward failed"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Groups of one training step; `groups` shrinks when some are dropped."""
+
+    groups: tuple[RolloutGroup, ...]
+    taken: tuple[RolloutGroup, ...]
+    """All groups that the batch started with."""
+    generate_seconds: float
+    """Time that engines spent on steps since the batch before, evaluations aside (the slowest replica)."""
+    reward_seconds: float
+    """Time that engines stood still because groups were being graded (the slowest replica)."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Groups dropped, by reason; also those that others were generated in place of."""
+    docked_rollouts: int = 0
+    """Rollouts whose columns generators held when the batch was taken."""
+
+    @property
+    def rollouts(self) -> tuple[RolloutHandle, ...]:
+        return tuple(rollout for group in self.groups for rollout in group.rollouts)
+
+    @property
+    def note(self) -> str:
+        """What a person should be told of the batch; empty: nothing."""
+        if self.groups:
+            return ""
+        reasons = ", ".join(f"{count} groups {reason}" for reason, count in self.dropped.items())
+        return f"nothing to train on: {reasons}; the weights stay as they are"
+
+    def without(self, group_ids: Iterable[int], reason: str) -> Batch:
+        """The batch without these groups."""
+        gone = set(group_ids)
+        counts = Counter(self.dropped) + Counter({reason: len(gone)})
+        groups = tuple(group for group in self.groups if group.group_id not in gone)
+        return replace(self, groups=groups, dropped=dict(counts))
+
+    def metrics(self, version: int, ticket: Ticket) -> dict[str, float]:
+        """Means over all rollouts taken, and what was dropped.
+
+        Args:
+            version: of the weights that the batch trains.
+            ticket: of its handoff, which names the rollouts that were left out.
+        """
+        rollouts = [rollout for group in self.taken for rollout in group.rollouts]
+        graded = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+        left_out = Counter(ticket.dropped.values())
+        count = max(len(rollouts), 1)
+        return {
+            "reward": sum(graded) / max(len(graded), 1),
+            "accuracy": sum(reward >= 1 for reward in graded) / max(len(graded), 1),
+            "response_tokens": sum(r.response_tokens for r in rollouts),
+            "response_tokens_mean": sum(r.response_tokens for r in rollouts) / count,
+            "truncated": sum(r.stop_reason == "length" for r in rollouts) / count,
+            "staleness_mean": sum(version - r.oldest_version for r in rollouts) / count,
+            "staleness_max": max((version - r.oldest_version for r in rollouts), default=0),
+            "groups_trained": len(self.groups),
+            "docked_rollouts": self.docked_rollouts,
+            "rollouts_too_long": left_out.pop("too long", 0),
+            **{f"rollouts_{_underscored(reason)}": n for reason, n in left_out.items()},
+            **{f"dropped_{_underscored(reason)}": n for reason, n in self.dropped.items()},
+        }
+
+
+def teaches_nothing(group: RolloutGroup) -> str | None:
+    """Why a group has no advantage to train on; None: it has."""
+    rewards = [reward for reward in group.rewards if reward is not None]
+    if len(rewards) < len(group.rollouts):
+        return REWARD_FAILED
+    return ZERO_VARIANCE if max(rewards) - min(rewards) <= 1e-6 else None
+
+
+def _underscored(reason: str) -> str:
+    return reason.replace(" ", "_")
