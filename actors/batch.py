@@ -67,7 +67,7 @@ class Batch:
             "truncated": sum(r.stop_reason == "length" for r in rollouts) / count,
             "staleness_mean": sum(version - r.oldest_version for r in rollouts) / count,
             "staleness_max": max((version - r.oldest_version for r in rollouts), default=0),
-            "groups_trained": len(self.groups),
+            "groups_trained": sum(any(r.id not in ticket.dropped for r in g.rollouts) for g in self.groups),
             "docked_rollouts": self.docked_rollouts,
             "rollouts_too_long": left_out.pop("too long", 0),
             **{f"rollouts_{_underscored(reason)}": n for reason, n in left_out.items()},

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from meshrl.actors.generator import Finished
 from meshrl.mesh import Replica, RoleMesh
 from meshrl.parcel import parcel
+from meshrl.processes import SessionStopped
 from meshrl.rollout import GroupRequest, RolloutGroup, RolloutHandle
 from meshrl.scheduling import Placement
 from meshrl.worker import WorkerDied
@@ -228,6 +229,8 @@ class Dispatcher:
         assert self._revive is not None
         try:
             await self._revive(replica)
+        except SessionStopped:
+            return
         except Exception as trouble:
             trouble.add_note(f"while another process was started, since {error}")
             self._reviving.discard(replica)

@@ -104,6 +104,12 @@ class Learner(PublishesWeights, Worker):
     def weight_tensors(self) -> Mapping[str, Tensor]:
         return self._trainer.weight_tensors()
 
+    def weights_revision(self) -> int:
+        return self._trainer.revision
+
+    async def between_changes(self, function: Callable[[], Result]) -> Result:
+        return await self._run(function)
+
     def _build(self) -> None:
         from meshrl.actors.trainer import Trainer  # imports TorchTitan
 

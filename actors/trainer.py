@@ -69,6 +69,8 @@ class Trainer:
                 model.
         """
         self.config = config
+        self.revision = 0
+        """Changes of the weights so far."""
         self.rank, self.world_size = rank, world_size
         self.device = (
             torch.device("cuda", torch.cuda.current_device())
@@ -179,6 +181,7 @@ class Trainer:
             )
         learning_rate = self.schedule.schedulers[0].get_last_lr()[0]
         self.optimizer.step()
+        self.revision += 1
         self.schedule.step()
         self.optimizer.zero_grad()
         metrics = self._reduce(sums, counts.tokens)
@@ -222,6 +225,7 @@ class Trainer:
             UserError: names or shapes are another model's.
         """
         _copy_parts(dict(self.model.named_parameters()), weights)
+        self.revision += 1
 
     @torch.no_grad()
     def save(self, directory: Path) -> None:
@@ -259,6 +263,7 @@ class Trainer:
         config = {**state["optimizer"], "betas": tuple(state["optimizer"]["betas"])}
         self.reset_optimizer(OptimizerConfig(**config), state["steps"])
         _copy_parts(self._state_tensors(), load_file(file))
+        self.revision += 1
         self.schedule.load_state_dict(state["schedule"])
         for optimizer, schedule in zip(self.optimizer, self.schedule, strict=True):
             for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):

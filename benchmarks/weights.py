@@ -335,8 +335,9 @@ class Work:
 
     async def broadcasts(self, way: Transport, digests: Digests, repeats: int) -> tuple[list[Round], float]:
         """Connect, and broadcast as a training loop does; also bytes moved over bytes needed, by the plan."""
-        config, ends = WeightsConfig(way, digests), {"source": self.learner, "target": self.generator}
-        weights = await WeightBroadcast.connect(**ends, config=config, note=tell)
+        weights = await WeightBroadcast.connect(
+            source=self.learner, target=self.generator, config=WeightsConfig(way, digests), note=tell
+        )
 
         async def once() -> Round:
             started = time.perf_counter()

@@ -98,6 +98,7 @@ class Session:
         """Told each line that a worker prints, tagged; called on a thread of its own."""
         self._logs: LogServer | None = None
         self._processes: list[Processes] = []
+        self._workers: dict[str, type[Worker]] = {}
         self._log_files: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._stopped = False
@@ -197,7 +198,30 @@ class Session:
             await asyncio.shield(self._discard(name, starts))
             raise
         self.meshes[name] = mesh
+        self._workers[name] = worker
         return mesh
+
+    async def respawn(self, mesh: RoleMesh, replica: int, setup: Any = None) -> Replica:
+        """Bring up new processes in place of a replica's, which end if they have not yet, and call `setup(setup)` on
+        them; they are in the mesh when this returns. Other actors that lived on the old ones are gone.
+
+        Raises:
+            UserError: the mesh is not of this session. Besides, what `spawn` raises; the old replica is then still in
+                the mesh, dead.
+        """
+        worker = self._workers.get(mesh.name)
+        if worker is None or self.meshes.get(mesh.name) is not mesh:
+            raise UserError(
+                f"no mesh named {mesh.name!r} of this session is running, so no replica can return to it"
+            )
+        old = mesh.replicas[replica].processes
+        await old.stop(self.config.stop_seconds)
+        self._processes = [each for each in self._processes if each is not old]
+        made = await self._bring_up(worker, mesh.name, replica, len(mesh.replicas), old.size)
+        if setup is not None:
+            await made.call("setup", setup, deadline_seconds=self.config.setup_deadline_seconds)
+        mesh.replicas[replica] = made
+        return made
 
     def _check(self, worker: type[Worker], setup: Any, procs: int, replicas: int, name: str) -> None:
         if not issubclass(worker, Worker):

@@ -25,11 +25,16 @@ class MeshSizes:
     """Learner processes; they share one model by FSDP and tensor parallelism."""
     reward: int = 1
     """Reward processes."""
+    generator_restarts: int = 3
+    """How often, over a run, another process takes the place of a generator that died. 0: never; the others do its
+    work, and the death of the last one ends the run."""
 
     def __post_init__(self) -> None:
-        for role, size in vars(self).items():
-            if size < 1:
-                raise UserError(f"meshes.{role} is {size}: each role needs at least 1 process")
+        for role in ("generator", "learner", "reward"):
+            if getattr(self, role) < 1:
+                raise UserError(f"meshes.{role} is {getattr(self, role)}: each role needs at least 1 process")
+        if self.generator_restarts < 0:
+            raise UserError(f"meshes.generator_restarts is {self.generator_restarts}: use 0 or more")
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,10 @@ class EvaluationConfig:
         """`heldout_accuracy` at temperature 1, and `heldout_accuracy_greedy`; nothing where there are no prompts."""
         if min(self.prompts, rollouts.heldout_size) == 0:
             return {}
-        metrics = {"heldout_accuracy": await rollouts.evaluate(self.prompts, temperature=1.0)}
-        if self.greedy:
-            metrics["heldout_accuracy_greedy"] = await rollouts.evaluate(self.prompts, temperature=0.0)
+        async with rollouts.interrupted():
+            metrics = {"heldout_accuracy": await rollouts.evaluate(self.prompts, temperature=1.0)}
+            if self.greedy:
+                metrics["heldout_accuracy_greedy"] = await rollouts.evaluate(self.prompts, temperature=0.0)
         return metrics
 
 

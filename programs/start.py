@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from meshrl.actors.generator import Generator, GeneratorSetup
@@ -10,6 +11,7 @@ from meshrl.actors.learner import LearnerMesh, OptimizerConfig
 from meshrl.actors.models import architecture, attention_tokens, load_tokenizer
 from meshrl.actors.reward import Reward, RewardSetup
 from meshrl.actors.rollouts import Rollouts
+from meshrl.errors import UserError
 from meshrl.handoff.handoff import Handoff, HandoffConfig
 from meshrl.handoff.schema import check_needs, declared
 from meshrl.losses import Loss
@@ -37,11 +39,22 @@ class Parts:
     """Learner → generators."""
     handoff: Handoff
     """Generator docks → learner docks."""
+    revive: Callable[[int], Awaitable[None]]
+    """Brings up another process in place of a generator replica that died."""
+    note: Callable[[str], None]
+    """Tells a person what happens."""
 
     def rollouts(self, config: ProgramConfig) -> Rollouts:
         """Generation for one phase of the program; an async context."""
         return Rollouts(
-            self.generator, self.task, config.sampling, config.rollouts, seed=config.seed, reward=self.reward
+            self.generator,
+            self.task,
+            config.sampling,
+            config.rollouts,
+            seed=config.seed,
+            reward=self.reward,
+            revive=self.revive,
+            note=self.note,
         )
 
 
@@ -61,6 +74,7 @@ async def start(session: Session, config: ProgramConfig, steps: int, loss: Loss 
     context = architecture(config.model, tokenizer.vocab_size).max_tokens
     check_prompts(task, tokenizer.encode, context, config.sampling.max_tokens)
     rollouts = session.directory / "rollouts" if session.directory else None
+    generator_setup = GeneratorSetup(config.generator, config.model, task, rollouts)
     learner, generator, reward = await asyncio.gather(
         LearnerMesh.spawn(
             session,
@@ -73,7 +87,7 @@ async def start(session: Session, config: ProgramConfig, steps: int, loss: Loss 
         ),
         session.spawn(
             Generator,
-            GeneratorSetup(config.generator, config.model, task, rollouts),
+            generator_setup,
             replicas=config.meshes.generator,
         ),
         session.spawn(
@@ -83,7 +97,11 @@ async def start(session: Session, config: ProgramConfig, steps: int, loss: Loss 
     await generator.call("connect_reward", reward.handles, deadline_seconds=60)
     weights, handoff = await asyncio.gather(
         WeightBroadcast.connect(
-            source=learner.mesh, target=generator, config=config.weights, note=session.note
+            source=learner.mesh,
+            target=generator,
+            config=config.weights,
+            outlive_generators=True,
+            note=session.note,
         ),
         Handoff.connect(
             source=generator,
@@ -106,7 +124,52 @@ async def start(session: Session, config: ProgramConfig, steps: int, loss: Loss 
     session.note(
         f"task {config.data or config.task}, tokenizer {task.tokenizer} ({tokenizer.vocab_size} tokens)"
     )
-    return Parts(task, optimizer, learner, generator, reward, weights, handoff)
+    restarts = config.meshes.generator_restarts
+    revive = Revival(session, generator, generator_setup, reward, weights, handoff, restarts)
+    return Parts(task, optimizer, learner, generator, reward, weights, handoff, revive, session.note)
+
+
+class Revival:
+    """Brings a generator replica back after its process died: a new one, connected like the old, with the newest
+    weights. One at a time."""
+
+    def __init__(
+        self,
+        session: Session,
+        generator: RoleMesh,
+        setup: GeneratorSetup,
+        reward: RoleMesh,
+        weights: WeightBroadcast,
+        handoff: Handoff,
+        restarts: int,
+    ) -> None:
+        """
+        Args:
+            restarts: times that this may be done.
+        """
+        self._session, self._generator, self._setup, self._reward = session, generator, setup, reward
+        self._weights, self._handoff = weights, handoff
+        self._restarts = restarts
+        self._lock = asyncio.Lock()
+
+    async def __call__(self, replica: int) -> None:
+        """
+        Raises:
+            UserError: it was done as often as it may be.
+        """
+        async with self._lock:
+            if self._restarts == 0:
+                raise UserError(
+                    "no generator process that dies is started again any more (meshes.generator_restarts)"
+                )
+            self._restarts -= 1
+            made = await self._session.respawn(self._generator, replica, self._setup)
+            await made.call("connect_reward", self._reward.handles, deadline_seconds=60)
+            await self._handoff.relink()
+            await self._weights.reconnect()
+            self._session.note(
+                f"generator replica {replica} is back, process {made.pids[0]}; {self._restarts} restarts are left"
+            )
 
 
 async def finish(session: Session, parts: Parts) -> None:

@@ -16,11 +16,15 @@ PROMPT_TOKENS = 3
 class Filler(Worker):
     """Docks columns that can be told apart: every value is made from the rollout's id and the token's position."""
 
+    modulus = 2**31
+    """Token ids are below it."""
+
     @endpoint
     async def fill(self, handles: Sequence[RolloutHandle]) -> None:
         for handle in handles:
             if handle.replica == self.replica:
-                dock().put(handle.id, columns(handle.id, handle.tokens))
+                made = columns(handle.id, handle.tokens)
+                dock().put(handle.id, made | {"token_ids": made["token_ids"] % self.modulus})
 
     @endpoint
     async def release(self, rollout_ids: Sequence[int]) -> int:

@@ -166,10 +166,20 @@ class Handoff:
             await self._relink()
 
     async def _relink(self) -> None:
+        while True:
+            alive = {r: replica for r, replica in enumerate(self._source.replicas) if not _dead(replica)}
+            try:
+                await self._link(alive)
+                return
+            except WorkerDied:  # of fewer each time
+                if _dead(self._target) or not any(_dead(replica) for replica in alive.values()):
+                    raise
+
+    async def _link(self, alive: Mapping[int, Replica]) -> None:
         deadline, target = self.config.deadline_seconds, self._target
-        alive = {r: replica for r, replica in enumerate(self._source.replicas) if not _dead(replica)}
-        # Whoever still waits for a peer that is gone gives up when the others leave.
-        await _answers([(target, target.actors.leave.call())], deadline, "the learners to leave the old link")
+        # Whoever still waits for a peer that is gone gives up when the others leave; who was joining, a little later.
+        leaving = [(target, target.actors.leave.call())]
+        await _answers(leaving, deadline + CAUSE_SECONDS, "the learners to leave the old link")
         self._bridges = {
             number: bridge
             for number, bridge in self._bridges.items()

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshrl.errors import UserError
 from meshrl.weights.arena import WeightsConfig
-from meshrl.weights.errors import ArenaBusy, TransportUnavailable, WeightsError
-from meshrl.weights.host import HostProcess
-from meshrl.weights.layout import Layout, join
-from meshrl.weights.plan import Plan, plan
+from meshrl.weights.errors import ArenaBusy, WeightsError
+from meshrl.weights.plan import Plan
 from meshrl.weights.transfer import PullReport
-from meshrl.weights.transport import candidates
-from meshrl.weights.workers import Place, PublishesWeights, ReceivesWeights
+from meshrl.weights.ways import Ways, open_ways
+from meshrl.weights.workers import PublishesWeights, ReceivesWeights
+from meshrl.worker import WorkerDied
 
 if TYPE_CHECKING:
     from meshrl.mesh import RoleMesh
@@ -30,7 +28,6 @@ __all__ = ["BroadcastReport", "PublishesWeights", "ReceivesWeights", "WeightBroa
 
 _MESSAGE_SECONDS = 30.0
 """Longer than the workers' own deadlines, whose errors say more than that an answer is missing."""
-_CONNECT_SECONDS = 120.0
 _KEPT_OUTCOMES = 100
 """Versions that `arrival` knows of."""
 
@@ -62,26 +59,27 @@ class WeightBroadcast:
         self,
         source: RoleMesh,
         target: RoleMesh,
-        plan: Plan,
-        transports: Sequence[str],
+        ways: Ways,
         config: WeightsConfig,
-        connection: str,
+        outlive_generators: bool,
+        note: Callable[[str], None],
     ) -> None:
         """Use `WeightBroadcast.connect`."""
         self.source = source
         self.target = target
-        self.plan = plan
         self.config = config
-        self.transports = tuple(transports)
-        """By which each generator process reads, by replica, then rank."""
+        self._ways = ways
+        self._outlive = outlive_generators
+        self._note = note
         self._versions = [0] * len(target.replicas)
         self.last: BroadcastReport | None = None
         """Of the newest version that arrived everywhere."""
-        self._connection = connection
         self._numbered = self._published = 0
         self._pinned: set[int] = set()
+        self._connected = [replica.processes for replica in target.replicas]
         self._publishing = asyncio.Lock()
         self._pulling = [asyncio.Lock() for _ in target.replicas]
+        self._pulled = asyncio.Event()
         self._outcomes: dict[int, asyncio.Future[BroadcastReport]] = {}
 
     @classmethod
@@ -91,6 +89,7 @@ class WeightBroadcast:
         source: RoleMesh,
         target: RoleMesh,
         config: WeightsConfig | None = None,
+        outlive_generators: bool = False,
         note: Callable[[str], None] = print,
     ) -> WeightBroadcast:
         """Plan what every rank of `target` (`ReceivesWeights`) takes from which rank of `source`
@@ -99,6 +98,8 @@ class WeightBroadcast:
         A learner serves the mesh that was connected last.
 
         Args:
+            outlive_generators: a replica whose process died is passed by until `reconnect`. False: a broadcast fails
+                where a generator is dead.
             note: told when a preferred transport did not work and another is taken.
 
         Raises:
@@ -106,20 +107,41 @@ class WeightBroadcast:
             TransportUnavailable: there is no way from some learner rank to some generator.
         """
         config = config or WeightsConfig()
-        held: list[Place] = await source.call("weights_held", deadline_seconds=_CONNECT_SECONDS)
-        layout = join([place.layout for place in held])
-        needed: list[Place] = await target.call("weights_needed", layout, deadline_seconds=_CONNECT_SECONDS)
-        wanted = join([place.layout for place in needed])
-        made = await asyncio.to_thread(plan, layout, wanted)
-        for rank in range(wanted.ranks):  # what is wrong is to show before what works is closed
-            wanted.tensors(rank)
-        readers = [place.process for place in needed]
-        connection = uuid.uuid4().hex
-        await source.call(
-            "open_arena", layout, wanted, readers, config, connection, deadline_seconds=_CONNECT_SECONDS
-        )
-        transports = await _open_ways(source, target, wanted, readers, config, note, connection)
-        return cls(source, target, made, transports, config, connection)
+        ways = await open_ways(source, target, config, note)
+        return cls(source, target, ways, config, outlive_generators, note)
+
+    async def reconnect(self) -> None:
+        """Open the ways anew to the replicas that are alive now: another process took the place of one that died.
+
+        Waits for: versions on their way; then for every replica to have weights: the newest version again if the
+        learner still has these, else the next one that is published.
+        """
+        async with self._publishing:
+            if self._outcomes:
+                await asyncio.wait(self._outcomes.values())
+            self._ways = await open_ways(self.source, self.target, self.config, self._note, self._ways)
+            connected = [replica.processes for replica in self.target.replicas]
+            returned = {r for r, processes in enumerate(connected) if processes is not self._connected[r]}
+            self._connected = connected
+            self._pinned -= returned
+            for replica in returned:
+                self._versions[replica] = 0
+            version = self._published
+            if version and all(await self._publish("publish_again", version)):
+                await asyncio.gather(*(self._pull(version, replica) for replica in returned))
+        while self._published and any(self._versions[replica] == 0 for replica in returned - self._lost):
+            self._pulled.clear()
+            await self._pulled.wait()
+
+    @property
+    def plan(self) -> Plan:
+        """Who reads what from whom."""
+        return self._ways.plan
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """By which each generator process that is alive reads, by replica, then rank."""
+        return tuple(transport for transport in self._ways.transports if transport is not None)
 
     @property
     def versions(self) -> list[int]:
@@ -129,7 +151,8 @@ class WeightBroadcast:
     @property
     def version(self) -> int:
         """The last version that every generator uses, pinned ones aside; 0 before the first broadcast."""
-        followers = [version for r, version in enumerate(self._versions) if r not in self._pinned]
+        others = self._pinned | self._lost
+        followers = [version for r, version in enumerate(self._versions) if r not in others]
         return min(followers or self._versions)
 
     @property
@@ -172,12 +195,7 @@ class WeightBroadcast:
             outcome: asyncio.Future[BroadcastReport]
             try:
                 await self._make_room(version)
-                seconds = await self.source.call(
-                    "publish",
-                    version,
-                    self._connection,
-                    deadline_seconds=self.config.deadline_seconds + _MESSAGE_SECONDS,
-                )
+                seconds = await self._publish("publish", version)
             except BaseException as error:
                 outcome = asyncio.get_running_loop().create_future()
                 cancelled = isinstance(error, asyncio.CancelledError)
@@ -228,6 +246,10 @@ class WeightBroadcast:
         """Replicas that broadcasts pass by."""
         return frozenset(self._pinned)
 
+    async def _publish(self, endpoint: str, version: int) -> list[Any]:
+        deadline = self.config.deadline_seconds + _MESSAGE_SECONDS
+        return await self.source.call(endpoint, version, self._ways.connection, deadline_seconds=deadline)
+
     async def _make_room(self, version: int) -> None:
         """Wait until the version whose place this one takes has arrived: the learner keeps what is being read, but
         not what nobody has begun to read."""
@@ -270,63 +292,48 @@ class WeightBroadcast:
         """Versions reach a replica in the order in which they were asked for; one that is pinned by then is left
         alone, unless the version is what it is to be pinned to."""
         async with self._pulling[replica]:
-            if replica in self._pinned and not pin:
+            if replica in self._lost or (replica in self._pinned and not pin):
                 return []
-            reports = await self.target.replicas[replica].call(
-                "pull_weights",
-                version,
-                self.config.deadline_seconds,
-                self._connection,
-                deadline_seconds=self.config.deadline_seconds + _MESSAGE_SECONDS,
-            )
+            try:
+                reports = await self.target.replicas[replica].call(
+                    "pull_weights",
+                    version,
+                    self.config.deadline_seconds,
+                    self._ways.connection,
+                    deadline_seconds=self.config.deadline_seconds + _MESSAGE_SECONDS,
+                )
+            except WorkerDied:
+                if pin or replica not in self._lost:
+                    raise
+                return []
+            finally:
+                self._pulled.set()
             self._versions[replica] = version
             if pin:
                 self._pinned.add(replica)
             return reports
 
+    @property
+    def _lost(self) -> set[int]:
+        """Replicas that are passed by: dead, or not connected since another process took their place."""
+        if not self._outlive:
+            return set()
+        return {
+            r
+            for r, replica in enumerate(self.target.replicas)
+            if replica.processes is not self._connected[r] or replica.processes.death.done()
+        }
+
     def _behind(self, version: int) -> str:
         """The replicas that do not have a version yet."""
-        late = [r for r, used in enumerate(self._versions) if used < version and r not in self._pinned]
+        late = [
+            r
+            for r, used in enumerate(self._versions)
+            if used < version and r not in self._pinned | self._lost
+        ]
         return " and ".join(self.target.replicas[r].processes.names() for r in late) or "a generator"
 
     def _check_replica(self, replica: int) -> None:
         if not 0 <= replica < len(self.target.replicas):
             last = len(self.target.replicas) - 1
             raise UserError(f"{self.target.name}: there is no replica {replica}, only 0 to {last}")
-
-
-async def _open_ways(
-    source: RoleMesh,
-    target: RoleMesh,
-    wanted: Layout,
-    readers: Sequence[HostProcess],
-    config: WeightsConfig,
-    note: Callable[[str], None],
-    connection: str,
-) -> list[str]:
-    """Let every reader connect by the first transport that works for it; their names, by reader."""
-    transports: dict[int, str] = {}
-    failures: list[str] = []
-    for transport in candidates(config.transport):
-        unconnected = [number for number in range(len(readers)) if number not in transports]
-        if not unconnected:
-            break
-        offers = await source.call("offer_weights", transport, deadline_seconds=_CONNECT_SECONDS)
-        if refused := [offer for offer in offers if isinstance(offer, str)]:
-            failures.append(refused[0])
-            continue
-        answers = await target.call(
-            "connect_weights", wanted, offers, unconnected, connection, deadline_seconds=_CONNECT_SECONDS
-        )
-        for number in unconnected:
-            if answers[number] is None:
-                transports[number] = transport
-            else:
-                failures.append(f"{transport}: {answers[number]}")
-    lost = [str(readers[number]) for number in range(len(readers)) if number not in transports]
-    if lost:
-        raise TransportUnavailable(f"no way for weights to {' and '.join(lost)}: {'; '.join(failures)}")
-    if failures:
-        taken = ", ".join(dict.fromkeys(transports.values()))
-        note(f"weights travel by {taken}, since a preferred way does not work: {failures[0]}")
-    return [transports[number] for number in range(len(readers))]

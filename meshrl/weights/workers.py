@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from meshrl.weights.tensors import layout_of
 from meshrl.weights.transfer import PullReport, Subscriber
 from meshrl.worker import Worker, endpoint
 
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True)
 class Place:
@@ -40,6 +43,17 @@ class PublishesWeights:
 
     _arena: Arena | None = None
     _connection = ""
+    _published_revision: int | None = None
+
+    def weights_revision(self) -> int | None:
+        """A number that changes with the weights, so that the same version can be given out again while they are the
+        same. None: not known, so it never is."""
+        return None
+
+    async def between_changes(self, function: Callable[[], Result]) -> Result:
+        """Run the function at a time when no weight changes; here at once, on a thread, so that this rank answers
+        while it copies."""
+        return await asyncio.to_thread(function)
 
     def weight_tensors(self) -> Mapping[str, Tensor]:
         """This rank's weights by name: whole or sharded (DTensor), the same names and shards always."""
@@ -90,9 +104,30 @@ class PublishesWeights:
         """
         _check_connection(connection, self._connection)
         started = time.perf_counter()
-        # On a thread, so that this rank answers while a large copy runs.
-        await asyncio.to_thread(self._opened.publish, version, self.weight_tensors())
+        await self.between_changes(lambda: self._copy_out(version))
         return time.perf_counter() - started
+
+    @endpoint
+    async def publish_again(self, version: int, connection: str) -> bool:
+        """Copy the weights out as the version that was published last, into an arena made since.
+
+        Returns:
+            whether they are still those of it; if not, nothing is published.
+        """
+        _check_connection(connection, self._connection)
+
+        def again() -> bool:
+            known = self._published_revision
+            same = known is not None and known == self.weights_revision()
+            if same:
+                self._copy_out(version)
+            return same
+
+        return await self.between_changes(again)
+
+    def _copy_out(self, version: int) -> None:
+        self._opened.publish(version, self.weight_tensors())
+        self._published_revision = self.weights_revision()
 
     @property
     def _opened(self) -> Arena:

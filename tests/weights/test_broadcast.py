@@ -168,7 +168,7 @@ def test_a_damaged_version_changes_nothing_and_the_next_one_arrives(meshes: Mesh
     with pytest.raises(
         DigestMismatch, match="of version 2 from learner process .* arrived with digest"
     ) as raised:
-        meshes.run(meshes.generator.call("pull_weights", 2, 30.0, weights._connection))
+        meshes.run(meshes.generator.call("pull_weights", 2, 30.0, weights._ways.connection))
     assert any("generator" in note for note in raised.value.__notes__)
     after = meshes.run(meshes.generator.call("in_use"))
     for (version, old), (same_version, same) in zip(before, after, strict=True):

@@ -115,8 +115,8 @@ def test_a_generator_killed_in_the_middle_of_a_pull_blocks_nobody(transport: str
             assert weights.versions == [1, 2]
             (value,) = await generator.call_rank("values_in_use", replica=1)
             for following in range(version + 1, version + 4):  # the slot that the dead one read is free again
-                await learner.call("publish", following, weights._connection, deadline_seconds=60)
-            await generator.call_rank("pull_weights", version + 3, 20.0, weights._connection, replica=1)
+                await learner.call("publish", following, weights._ways.connection, deadline_seconds=60)
+            await generator.call_rank("pull_weights", version + 3, 20.0, weights._ways.connection, replica=1)
             assert await generator.call_rank("values_in_use", replica=1) == {value + 3}
 
     asyncio.run(drive())
@@ -138,7 +138,7 @@ def test_a_learner_killed_in_the_middle_of_a_publish_leaves_generators_as_they_w
             with pytest.raises(WorkerDied, match="learner"):
                 await publishing
             with pytest.raises(ArenaUnreachable, match=f"learner process {pid} on .* is (gone|dead)"):
-                await generator.call_rank("pull_weights", 2, 20.0, weights._connection)
+                await generator.call_rank("pull_weights", 2, 20.0, weights._ways.connection)
             assert await generator.call_rank("values_in_use") == before and len(before) == 1
 
     asyncio.run(drive())

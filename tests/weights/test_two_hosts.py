@@ -28,6 +28,8 @@ class PeerMesh:
     def __init__(self, role: str, prefix: Sequence[str]) -> None:
         self.name = role
         self.replicas = [self]
+        self.size = 1
+        self.processes = object()
         self.process = subprocess.Popen(
             [*prefix, sys.executable, str(TESTS / "weight_peer.py"), role],
             stdin=subprocess.PIPE,
