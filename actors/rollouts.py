@@ -118,7 +118,7 @@ class Rollouts:
         self._evaluations: dict[int, asyncio.Future[RolloutGroup]] = {}
         self._to_evaluate: deque[GroupRequest] = deque()
         self._refilled: Counter[str] = Counter()  # for the next batch, by reason
-        self._empty_in_a_row = 0
+        self._empty_in_a_row = self._last_step = 0
         self._news = asyncio.Event()
         self._failure: BaseException | None = None
         self._watches: list[asyncio.Task[None]] = []
@@ -212,6 +212,7 @@ class Rollouts:
                 self.buffer.leave_out(group.group_id, count, reason)
             if left_out[group.group_id].total() < len(group.rollouts):
                 trained.append(group.group_id)
+        self._last_step = step
         self._empty_in_a_row = 0 if trained else self._empty_in_a_row + 1
         self._check_empty(batch)
         task = asyncio.create_task(self._release(batch, trained, advantages, step, live))
@@ -310,7 +311,7 @@ class Rollouts:
         self.buffer.drop(group.group_id, reason)
         del self._requests[group.group_id]
         self._refilled[reason] += 1
-        self._dispatcher.spawn(self._dispatcher.release([group], {}, step=0))
+        self._dispatcher.spawn(self._dispatcher.release([group], {}, self._last_step + 1))
         self._dispatcher.spawn(self._admit())
 
     def lost(self, replica: int, unfinished: Sequence[GroupRequest], error: WorkerDied) -> None:
