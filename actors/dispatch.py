@@ -17,6 +17,7 @@ from meshrl.parcel import parcel
 from meshrl.processes import SessionStopped
 from meshrl.rollout import GroupRequest, RolloutGroup, RolloutHandle
 from meshrl.scheduling import Placement
+from meshrl.waiting import waiting
 from meshrl.worker import WorkerDied
 
 POLL_SECONDS = 5.0
@@ -114,6 +115,10 @@ class Dispatcher:
         """Rollouts asked for and not finished, by replica that has any."""
         return {replica: load for replica, load in enumerate(self.placement.loads) if load}
 
+    def busy(self) -> list[str]:
+        """Names of the replicas that have something outstanding."""
+        return [self._generator.replicas[replica].processes.names() for replica in self.outstanding()]
+
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Do this meanwhile; its error is a failure of generation."""
         task = asyncio.create_task(self._guard(work))
@@ -190,7 +195,8 @@ class Dispatcher:
         """Collect what one replica finishes, until it dies."""
         arrived = 0
         while True:
-            answer: Finished | None = await self._call(replica, "finished", arrived, POLL_SECONDS)
+            with waiting("news", kind="idle"):
+                answer: Finished | None = await self._call(replica, "finished", arrived, POLL_SECONDS)
             if answer is None:
                 return
             self.generate_seconds[replica] += answer.generate_seconds

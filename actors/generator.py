@@ -29,6 +29,7 @@ from meshrl.errors import UserError
 from meshrl.handoff.dock import dock
 from meshrl.parcel import parcel
 from meshrl.rollout import GroupRequest, Rollout, RolloutGroup, Task
+from meshrl.waiting import waiting
 from meshrl.weights.workers import ReceivesWeights
 from meshrl.worker import Worker, endpoint
 
@@ -138,7 +139,8 @@ class Generator(ReceivesWeights, Worker):
         if not self._finished and self._failure is None:
             self._news.clear()
             try:
-                await asyncio.wait_for(self._news.wait(), wait_seconds)
+                with waiting("a group to be finished", kind="idle"):
+                    await asyncio.wait_for(self._news.wait(), wait_seconds)
             except TimeoutError:
                 pass
         if self._failure is not None:
@@ -222,15 +224,22 @@ class Generator(ReceivesWeights, Worker):
                 if self._engine.idle:
                     self._work.clear()
                     self._clock.engine_stands_still()
-                    await self._work.wait()
+                    with waiting("groups to generate", kind="idle"):
+                        await self._work.wait()
                     continue
                 self._clock.engine_works()
-                started = time.perf_counter()
-                samples = await self._between_steps(self._engine.step)
-                self._generate_seconds += time.perf_counter() - started
-                self._collect(samples)
+                with waiting("generation", kind="work", details=self._progress):
+                    while not (self._engine.idle or self._new_weights):
+                        started = time.perf_counter()
+                        samples = await self._between_steps(self._engine.step)
+                        self._generate_seconds += time.perf_counter() - started
+                        self._collect(samples)
         except Exception as error:
             self._fail(error)
+
+    def _progress(self) -> str:
+        stats = self._engine.stats
+        return f"{stats.running_samples} samples running, {stats.waiting_samples} waiting"
 
     def _collect(self, samples: Sequence[FinishedSample]) -> None:
         """Put samples into their groups; send the groups that are complete to be graded, in one call."""

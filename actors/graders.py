@@ -10,6 +10,7 @@ from typing import Any
 from meshrl.parcel import parcel
 from meshrl.rewards import Grade
 from meshrl.rollout import Rollout
+from meshrl.waiting import waiting
 from meshrl.worker import DeadlineError, call
 
 MISSES_IN_A_ROW = 3
@@ -41,10 +42,12 @@ class Graders:
             DeadlineError: the third answer in a row did not come. Besides, what the actor raises.
         """
         number = next(self._next)
+        deadline = self._deadline_seconds
         try:
-            grades = await call(
-                self._handles[number], "grade", parcel(rollouts), deadline_seconds=self._deadline_seconds
-            )
+            with waiting("grades", unblocked_by=[f"reward[{number}]"], deadline_seconds=deadline):
+                grades = await call(
+                    self._handles[number], "grade", parcel(rollouts), deadline_seconds=deadline
+                )
         except DeadlineError as error:
             self._misses += 1
             if self._misses >= MISSES_IN_A_ROW:

@@ -24,6 +24,7 @@ from meshrl.handoff.dock import Ticket
 from meshrl.processes import Processes
 from meshrl.rollout import GroupRequest, RolloutGroup, SamplingParams, Split, Task
 from meshrl.session import DeadlineError, RoleMesh, WorkerDied
+from meshrl.waiting import waiting
 
 _group_ids = itertools.count()
 _rollout_ids = itertools.count()
@@ -154,7 +155,8 @@ class Rollouts:
         """The next batch, groups whose grading failed dropped. Waits for: P finished groups, and without staleness for
         the release of the batch before."""
         if self.config.max_staleness == 0 and self._releases:
-            await asyncio.wait(self._releases)
+            with waiting("the weights of the batch before to be live"):
+                await asyncio.wait(self._releases)
         await self._admit()
         await self._until(
             lambda: self.buffer.ready >= self.config.prompts_per_step, "a batch of finished groups"
@@ -374,18 +376,21 @@ class Rollouts:
 
     async def _until(self, done: Callable[[], bool], what: str) -> None:
         """Wait until `done()`. A failed generator ends the wait with its error, the deadline with what is missing."""
-        limit = asyncio.timeout(self.config.deadline_seconds)
+        seconds = self.config.deadline_seconds
+        limit = asyncio.timeout(seconds)
+        busy, details = self._dispatcher.busy, self.buffer.__str__
         try:
-            async with limit:
-                while not done():
-                    if self._failure is not None:
-                        raise self._failure
-                    self._news.clear()
-                    await self._news.wait()
+            with waiting(what, unblocked_by=busy, deadline_seconds=seconds, details=details):
+                async with limit:
+                    while not done():
+                        if self._failure is not None:
+                            raise self._failure
+                        self._news.clear()
+                        await self._news.wait()
         except TimeoutError:
             if not limit.expired():  # the failure was a deadline of its own, which says more
                 raise
             raise DeadlineError(
-                f"waited {self.config.deadline_seconds:g} s for {what}; rollouts outstanding by generator replica: "
+                f"waited {seconds:g} s for {what}; rollouts outstanding by generator replica: "
                 f"{self._dispatcher.outstanding()}; {self.buffer}"
             ) from None

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
 from meshrl.logs import ProcessLog, rank_name
+from meshrl.waiting import waiting
 from meshrl.worker import WorkerDied, answer_of, lost
 
 Answer = TypeVar("Answer")
@@ -80,6 +81,9 @@ class Processes:
             return ", ".join(map(self.name, range(self.size)))
         return f"{self.name(0)} … {self.name(self.size - 1)}"
 
+    def _rank_names(self) -> list[str]:
+        return [self.name(rank) for rank in range(self.size)]
+
     def _started(self, rank: int, pid: int) -> None:
         """On the thread of the logs."""
         try:
@@ -135,7 +139,8 @@ class Processes:
         """Await a Monarch call, or the death of a process, whichever comes first."""
         answer = asyncio.ensure_future(answer_of(future, deadline_seconds, what))
         try:
-            await asyncio.wait({answer, self.death}, return_when=asyncio.FIRST_COMPLETED)
+            with waiting(what, unblocked_by=self._rank_names, deadline_seconds=deadline_seconds):
+                await asyncio.wait({answer, self.death}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 self.check()
             return answer.result()

@@ -14,18 +14,23 @@ import asyncio
 import inspect
 import typing
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshrl.errors import UserError
 from meshrl.metrics import Sink, StepReport
 from meshrl.run_directory import RunDirectory, shown
+from meshrl.why import Why
 
 if TYPE_CHECKING:
     from meshrl.session import Session
 
 Program = Callable[[Any, Any], AsyncIterator[StepReport]]
 State = Literal["new", "running", "paused", "finished", "failed", "stopped"]
+
+STALL_SECONDS = 120.0
+"""A step that takes longer is reported on."""
 
 CLOSE_SECONDS = 5.0
 """A stopped program has this long for its own `finally` blocks; then those are cancelled too."""
@@ -37,6 +42,7 @@ def launch(
     *,
     directory: str | Path | None = None,
     session: Session | None = None,
+    stall_seconds: float = STALL_SECONDS,
 ) -> Run:
     """Drive `program(session, config)`; nothing starts before the first step is asked for.
 
@@ -46,11 +52,14 @@ def launch(
         directory: run directory, new or empty; None: `runs/<program>-<timestamp>`.
         session: where its meshes live; it stays yours: started here if need be, never stopped. None: a
             session of the run's own, stopped with it.
+        stall_seconds: where a step takes this long, the run says who waits for whom (`Run.why`), and again after twice
+            the time, four times, and so on. 0: never.
 
     Raises `UserError` where `program` is no such function, or its config has no default.
     """
     kind = config_type(program)
-    return Run(program, make_default(program, kind) if config is None else config, directory, session)
+    config = make_default(program, kind) if config is None else config
+    return Run(program, config, directory, session, stall_seconds)
 
 
 class Run:
@@ -64,9 +73,14 @@ class Run:
     """
 
     def __init__(
-        self, program: Program, config: Any, directory: str | Path | None, session: Session | None
+        self,
+        program: Program,
+        config: Any,
+        directory: str | Path | None,
+        session: Session | None,
+        stall_seconds: float,
     ) -> None:
-        self._drive = _Drive(program, config, directory, session)
+        self._drive = _Drive(program, config, directory, session, stall_seconds)
         self._pending: asyncio.Future[_Answer] | None = None
 
     @property
@@ -115,6 +129,17 @@ class Run:
             raise answer
         return answer
 
+    async def why(self) -> Why:
+        """Who waits for whom at this moment, in all processes, down to whom everything waits for.
+
+        >>> print(await run.why())                                                     # doctest: +SKIP
+        grpo is running, step 7 asked for 31.2 s ago
+          grpo waits for a batch of finished groups for 31.1 s of at most 600 s, unblocked by generator[0] (…)
+            generator[0] waits for grades for 30.9 s of at most 600 s, unblocked by reward[0]
+              reward[0] is in grade for 30.9 s   <- all of the above wait for this
+        """
+        return await self._drive.why()
+
     async def stop(self) -> None:
         """Close the program, then the session. Bounded; the second time it does nothing."""
         await self._drive.stop()
@@ -148,9 +173,16 @@ class _Drive:
     """
 
     def __init__(
-        self, program: Program, config: Any, directory: str | Path | None, session: Session | None
+        self,
+        program: Program,
+        config: Any,
+        directory: str | Path | None,
+        session: Session | None,
+        stall_seconds: float,
     ) -> None:
         self.program = program
+        self._stall_seconds = stall_seconds
+        self._watch: asyncio.Task[None] | None = None
         self.config = config
         self.session = session
         self.directory: RunDirectory | None = None
@@ -160,6 +192,7 @@ class _Drive:
         self._wanted_directory = directory
         self._owns_session = session is None
         self._sinks: list[Sink] = []
+        self._asked_at = 0.0
         self._requests: asyncio.Queue[asyncio.Future[_Answer]] = asyncio.Queue()
         self._request: asyncio.Future[_Answer] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -176,6 +209,30 @@ class _Drive:
             _DRIVES.add(self)
             self._task.add_done_callback(self._ended)
         return request
+
+    async def why(self) -> Why:
+        name = program_name(self.program)
+        if self.state != "running":
+            reasons = {
+                "paused": "paused: nobody asked for the next step",
+                "new": "new: ask for the first step",
+            }
+            return Why(f"{name} is {reasons.get(self.state, self.state)}")
+        asked = asyncio.get_running_loop().time() - self._asked_at
+        state = f"{name} is running, step {len(self.history)} asked for {asked:.1f} s ago"
+        if self.session is None:
+            return Why(state)
+        return replace(await self.session.why(), state=state)
+
+    async def _say_why(self) -> None:
+        """When a step takes long. Waits for: time."""
+        seconds = self._stall_seconds
+        while True:
+            await asyncio.sleep(self._asked_at + seconds - asyncio.get_running_loop().time())
+            why = await self.why()
+            if self.session is not None:
+                self.session.note(f"no step for {seconds:g} s: {why}")
+            seconds *= 2
 
     async def stop(self) -> None:
         if self._task is None:
@@ -244,6 +301,9 @@ class _Drive:
             self.state = "paused"
         self._request = await self._requests.get()
         self.state = "running"
+        self._asked_at = asyncio.get_running_loop().time()
+        if self._stall_seconds > 0:
+            self._watch = asyncio.create_task(self._say_why(), name="watch for stalls")
 
     async def _start(self) -> None:
         from meshrl.session import Session  # imports Monarch and torch
@@ -286,6 +346,8 @@ class _Drive:
             self.error.add_note(f"and {what}: {error!r}")
 
     def _answer(self, answer: _Answer) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         request, self._request = self._request, None
         if request is not None and not request.done():
             request.set_result(answer)

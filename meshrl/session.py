@@ -32,6 +32,7 @@ from meshrl.logs import LogServer, ProcessLog
 from meshrl.mesh import Replica, RoleMesh
 from meshrl.pickling import keep_file_names
 from meshrl.processes import Processes, SessionStopped
+from meshrl.why import Why, ask
 from meshrl.worker import DeadlineError, RemoteError, Worker, WorkerDied, endpoint
 
 __all__ = [
@@ -153,6 +154,13 @@ class Session:
             for each in self._processes
             for rank, pid in sorted(each.by_rank.items())
         ]
+
+    async def why(self) -> Why:
+        """Who waits for whom at this moment, in all processes. Takes two seconds at most, also where some are dead or
+        stopped."""
+        meshes = [mesh for mesh in self.meshes.values() if mesh.replicas]
+        waiting = await ask(meshes)
+        return Why("nobody waits for anything" if not waiting else "at this moment", waiting)
 
     async def spawn(
         self,

@@ -16,6 +16,7 @@ from monarch._src.actor.concurrent import concurrent_endpoint
 from monarch.actor import Actor, ActorError, current_rank
 
 from meshrl.logs import rank_name
+from meshrl.waiting import Wait, waiting, waits
 
 Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
 
@@ -81,6 +82,11 @@ class Worker(Actor):
         self.role, self.replica, self.replicas, self.world_size = role, replica, replicas, world_size
         self.rank = current_rank().rank
         return os.getpid(), socket.gethostname()
+
+    @concurrent_endpoint
+    async def waits(self) -> tuple[Wait, ...]:
+        """What this process waits for and is doing, at this moment."""
+        return waits()
 
 
 def endpoint(method: Method) -> Method:
@@ -157,7 +163,8 @@ def lost(error: SupervisionError, what: str) -> WorkerDied:
 async def _run(method: Callable[..., Awaitable[Any]], worker: Worker, args: Any, kwargs: Any) -> Any:
     # Importable, so that the wrapper of a class defined in a notebook cell refers to it by name.
     try:
-        return await method(worker, *args, **kwargs)
+        with waiting(method.__name__, kind="work"):  # pyright: ignore[reportAttributeAccessIssue]
+            return await method(worker, *args, **kwargs)
     except ActorError as error:  # of an actor that this one called: it has its notes already
         raise original(error) from None
     except (Exception, SystemExit) as error:

@@ -90,18 +90,18 @@ def _run(name: str, flags: Sequence[str], show_traceback: bool) -> int:
         raise
     except Exception as error:  # the user's file, as it is imported
         raise UserError(f"cannot load {name}: {type(error).__name__}: {error}{_place(error)}") from error
-    config, directory = parse_flags(program, name, flags)
-    return asyncio.run(_drive(program, config, directory, show_traceback))
+    config, directory, stall_seconds = parse_flags(program, name, flags)
+    return asyncio.run(_drive(program, config, directory, stall_seconds, show_traceback))
 
 
-def parse_flags(program: Program, name: str, flags: Sequence[str]) -> tuple[Any, Path | None]:
-    """The program's config and the run directory (None: a new one) from flags, by tyro.
+def parse_flags(program: Program, name: str, flags: Sequence[str]) -> tuple[Any, Path | None, float]:
+    """The program's config, the run directory (None: a new one) and `launch`'s stall_seconds from flags, by tyro.
 
     A wrong flag is explained on stderr and ends the process with 2, as `--help` ends it with 0.
     """
     import tyro
 
-    from meshrl.run import config_type
+    from meshrl.run import STALL_SECONDS, config_type
 
     kind = config_type(program)
     # One flat set of flags: the program's own fields, and those of the command.
@@ -117,15 +117,25 @@ def parse_flags(program: Program, name: str, flags: Sequence[str]) -> tuple[Any,
                 ],
                 dataclasses.field(default=None),
             ),
+            (
+                "stall_seconds",
+                Annotated[
+                    float,
+                    tyro.conf.arg(help="Say who waits for whom when a step takes this long. 0: never."),
+                ],
+                dataclasses.field(default=STALL_SECONDS),
+            ),
         ],
         frozen=True,
     )
     description = (program.__doc__ or kind.__doc__ or "").strip()
     parsed: Any = tyro.cli(options, prog=f"meshrl run {name}", description=description, args=flags)
-    return parsed.config, parsed.run_directory
+    return parsed.config, parsed.run_directory, parsed.stall_seconds
 
 
-async def _drive(program: Program, config: Any, directory: Path | None, show_traceback: bool) -> int:
+async def _drive(
+    program: Program, config: Any, directory: Path | None, stall_seconds: float, show_traceback: bool
+) -> int:
     """Run to the end, to an error or to a signal; everything is closed when it returns."""
     from rich.console import Console
 
@@ -138,7 +148,7 @@ async def _drive(program: Program, config: Any, directory: Path | None, show_tra
     view = RunView(Console(highlight=False), steps if isinstance(steps, int) else None)
     session = Session()
     session.on_note, session.on_log = view.note, view.log
-    run = launch(program, config, directory=directory, session=session)
+    run = launch(program, config, directory=directory, session=session, stall_seconds=stall_seconds)
     began = time.monotonic()
     error: Exception | None = None
     with view, _stop_on_signal(session) as stopping:

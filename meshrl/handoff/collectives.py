@@ -24,6 +24,7 @@ from torch import Tensor
 from meshrl.handoff.dock import DockedBatch, NotDocked, Ticket, dock
 from meshrl.handoff.schema import BYTES_PER_TOKEN, DOCKED, Column
 from meshrl.handoff.shipment import Shipment
+from meshrl.waiting import waiting
 
 Backend = Literal["gloo", "nccl"]
 
@@ -155,7 +156,8 @@ class Bridge(Actor):
             # answer.
             buffer = torch.cat([payload, torch.tensor([failure is None], dtype=torch.uint8)])
             buffers |= dict.fromkeys(shipment.learners(data_rank), buffer)
-        self._link.send(buffers, shipment.ticket.number)
+        with waiting("sending rollouts to the learners", kind="work"):
+            self._link.send(buffers, shipment.ticket.number)
         if failure is not None:
             raise failure
 
@@ -170,7 +172,10 @@ class Bridge(Actor):
         data_rank = current_rank().rank // shipment.tensor_parallel
         parts = {rank: shipment.part(data_rank, replica) for rank, replica in enumerate(shipment.sources)}
         sizes = {rank: _size(shipment, part) for rank, part in parts.items() if part}
-        buffers = self._link.receive(sizes, shipment.ticket.number) if self._link and sizes else {}
+        buffers: dict[int, Tensor] = {}
+        if self._link is not None and sizes:
+            with waiting("receiving rollouts from the generators", kind="work"):
+                buffers = self._link.receive(sizes, shipment.ticket.number)
         for rank, buffer in buffers.items():
             if not buffer[-1]:
                 replica = shipment.sources[rank]
