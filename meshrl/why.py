@@ -27,7 +27,7 @@ class Node:
     def lines(self, depth: int = 0) -> Iterator[str]:
         """Itself and all below, indented."""
         mark = "" if self.below or depth == 0 else "   <- all of the above wait for this"
-        yield f"{'  ' * depth}{self.text}{mark}"
+        yield f"{'  ' * (depth + 1)}{self.text}{mark}"
         for node in self.below:
             yield from node.lines(depth + 1)
 
@@ -52,7 +52,7 @@ class Why:
         return tuple(dict.fromkeys(root for node in self.waiting for root in node.roots()))
 
     def __str__(self) -> str:
-        return "\n".join([self.state, *(line for node in self.waiting for line in node.lines(1))])
+        return "\n".join([self.state, *(line for node in self.waiting for line in node.lines())])
 
     __repr__ = __str__
 

@@ -103,6 +103,7 @@ async def _connect(
 ) -> list[str | None]:
     transports: list[str | None] = [None] * len(readers)
     living = [number for replica in alive for number in reader_numbers(target, replica)]
+    learners = [r.processes.name(rank) for r in source.replicas for rank in range(r.size)]
     failures: list[str] = []
     for transport in candidates(config.transport):
         unconnected = [number for number in living if transports[number] is None]
@@ -112,7 +113,7 @@ async def _connect(
         if refused := [offer for offer in offers if isinstance(offer, str)]:
             failures.append(refused[0])
             continue
-        arguments = wanted, offers, unconnected, connection
+        arguments = wanted, offers, unconnected, connection, learners
         answers = await asyncio.gather(
             *(
                 replica.call("connect_weights", *arguments, deadline_seconds=_CONNECT_SECONDS)

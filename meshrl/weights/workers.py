@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from meshrl.waiting import waiting
 from meshrl.weights.arena import Arena, WeightsConfig, WeightSource
 from meshrl.weights.errors import (
     ArenaUnreachable,
@@ -142,6 +143,7 @@ class ReceivesWeights:
     _connection = ""
     _source: Layout | None = None
     _subscriber: Subscriber | None = None
+    _learners: tuple[str, ...] = ()
     _pulling: asyncio.Lock | None = None
     weights_device: torch.device | str = "cpu"
     """Where the weights are to arrive."""
@@ -177,13 +179,19 @@ class ReceivesWeights:
 
     @endpoint
     async def connect_weights(
-        self, target: Layout, sources: Sequence[WeightSource], unconnected: Sequence[int], connection: str
+        self,
+        target: Layout,
+        sources: Sequence[WeightSource],
+        unconnected: Sequence[int],
+        connection: str,
+        learners: Sequence[str],
     ) -> str | None:
         """Open the learner ranks' arenas.
 
         Args:
             target: what all readers need.
             unconnected: numbers of those readers that are to try; the others have a way already.
+            learners: names of the ranks that have the arenas.
 
         Returns:
             None: connected. A text: why it cannot be by this transport.
@@ -201,6 +209,7 @@ class ReceivesWeights:
         self._pulling = self._pulling or asyncio.Lock()
         async with self._pulling:
             before, self._subscriber, self._connection = self._subscriber, subscriber, connection
+            self._learners = tuple(learners)
             if before is not None:
                 before.close()
         return None
@@ -218,7 +227,8 @@ class ReceivesWeights:
             )
         async with self._pulling:
             _check_connection(connection, self._connection)
-            named, report = await asyncio.to_thread(self._subscriber.pull, version, deadline_seconds)
+            with waiting("weights", unblocked_by=self._learners, deadline_seconds=deadline_seconds):
+                named, report = await asyncio.to_thread(self._subscriber.pull, version, deadline_seconds)
             await self.swap_weights(named, version)
         return report
 

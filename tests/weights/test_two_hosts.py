@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ class PeerMesh:
         self.name = role
         self.replicas = [self]
         self.size = 1
-        self.processes = object()
+        self.processes = SimpleNamespace(name=lambda rank: f"{role}[{rank}]")
         self.process = subprocess.Popen(
             [*prefix, sys.executable, str(TESTS / "weight_peer.py"), role],
             stdin=subprocess.PIPE,
