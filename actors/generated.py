@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from meshrl.actors.engines.engine import FinishedSample
+from meshrl.actors.engines.engine import EngineRequest, FinishedSample
 from meshrl.actors.recorder import RolloutRecord
 from meshrl.actors.tokenizer import Tokenizer
 from meshrl.handoff.dock import dock
@@ -24,6 +24,21 @@ class GroupInProgress:
     prompt: Prompt
     prompt_ids: list[int]
     samples: list[FinishedSample | None]
+    interrupted: dict[int, FinishedSample] = field(default_factory=dict)
+    """Samples to go on with, by position."""
+
+    def engine_request(self) -> EngineRequest:
+        """What the engine is still to do."""
+        missing = tuple(index for index, sample in enumerate(self.samples) if sample is None)
+        request = self.request
+        return EngineRequest(
+            request.group_id,
+            self.prompt_ids,
+            request.seeds,
+            request.sampling,
+            dict(self.interrupted),
+            missing,
+        )
 
     @property
     def complete(self) -> bool:

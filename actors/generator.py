@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from meshrl.actors.engines.engine import Engine, EngineRequest, FinishedSample
+from meshrl.actors.engines.engine import Engine, FinishedSample
 from meshrl.actors.engines.titan import EngineConfig, TitanEngine
 from meshrl.actors.generated import GroupInProgress, dock_groups, graded_group
 from meshrl.actors.graders import Clock, Graders
@@ -85,6 +85,7 @@ class Generator(ReceivesWeights, Worker):
         self._engine: Engine = TitanEngine(setup.config.titan, setup.model, self._tokenizer)
         self._recorder = RolloutRecorder(setup.directory, self.replica) if setup.directory else None
         self._groups: dict[int, GroupInProgress] = {}
+        self._interrupted = False
         self._records: dict[int, RolloutRecord] = {}
         self._finished: deque[tuple[int, RolloutGroup]] = deque()
         self._finished_number = 0
@@ -124,8 +125,34 @@ class Generator(ReceivesWeights, Worker):
             ids = self._tokenizer.encode(prompt.text)
             groups.append(GroupInProgress(request, prompt, ids, [None] * len(request.seeds)))
         self._groups |= {group.request.group_id: group for group in groups}
+        if self._interrupted:
+            groups = [group for group in groups if group.request.split != "train"]
         await self._between_steps(self._submit, groups)
         self._work.set()
+
+    @endpoint
+    async def interrupt(self) -> int:
+        """Generate no training groups until `resume`; what is in progress keeps all its tokens. Evaluations go on.
+
+        Returns:
+            samples in progress that will go on.
+        """
+        self._interrupted = True
+        kept = 0
+        for group in [group for group in self._groups.values() if group.request.split == "train"]:
+            aborted = await self._between_steps(self._engine.abort, group.request.group_id)
+            group.interrupted |= {sample.sample: sample for sample in aborted}
+            kept += sum(len(sample.token_ids) > 0 for sample in aborted)
+        return kept
+
+    @endpoint
+    async def resume(self) -> None:
+        """Go on with what `interrupt` stopped, and begin with what was asked for since."""
+        if self._interrupted:
+            self._interrupted = False
+            held = [group for group in self._groups.values() if group.request.split == "train"]
+            await self._between_steps(self._submit, held)
+            self._work.set()
 
     @endpoint
     async def finished(self, arrived: int, wait_seconds: float) -> Finished:
@@ -163,6 +190,7 @@ class Generator(ReceivesWeights, Worker):
             task.cancel()
         await asyncio.gather(*grading, return_exceptions=True)
         dock().release(list(self._records))
+        self._interrupted = False
         self._groups.clear()
         self._records.clear()
         self._finished.clear()
@@ -199,9 +227,7 @@ class Generator(ReceivesWeights, Worker):
         for position, group in enumerate(groups):
             request = group.request
             try:
-                self._engine.submit(
-                    EngineRequest(request.group_id, group.prompt_ids, request.seeds, request.sampling)
-                )
+                self._engine.submit(group.engine_request())
             except UserError as error:
                 for refused in groups[position:]:
                     del self._groups[refused.request.group_id]

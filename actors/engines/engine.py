@@ -8,24 +8,12 @@ load weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from meshrl.rollout import SamplingParams, StopReason
-
-
-@dataclass(frozen=True)
-class EngineRequest:
-    """Several samples of one prompt."""
-
-    group_id: int
-    """Names the group in `FinishedSample` and `abort`; never that of a group still in the engine."""
-    prompt_token_ids: list[int]
-    seeds: tuple[int, ...]
-    """One per sample: as many samples as seeds. The same seed draws the same uniform numbers in any batch."""
-    sampling: SamplingParams
 
 
 @dataclass(frozen=True)
@@ -44,6 +32,29 @@ class FinishedSample:
     """Weight version that sampled each token: int32 `[tokens]`."""
     stop_reason: StopReason
     """`stop`: end token, stop id or stop string; `length`: max_tokens or the end of the context; `abort`."""
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """Several samples of one prompt."""
+
+    group_id: int
+    """Names the group in `FinishedSample` and `abort`; never that of a group still in the engine."""
+    prompt_token_ids: list[int]
+    seeds: tuple[int, ...]
+    """One per sample: as many samples as seeds. The same seed draws the same uniform numbers in any batch."""
+    sampling: SamplingParams
+    resumed: Mapping[int, FinishedSample] = field(default_factory=dict)
+    """Samples that go on from where `abort` ended them, by position of their seed: their tokens, log-probabilities and
+    versions stay as they are, and count towards `max_tokens`; the next ones are drawn from the weights as they are
+    now, after a prefill with these. While the weights are the same, the sample ends as if nothing had been."""
+    samples: tuple[int, ...] | None = None
+    """Positions of the seeds that are wanted; None: all. The others came back before the group was aborted."""
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The samples wanted."""
+        return tuple(range(len(self.seeds))) if self.samples is None else self.samples
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,8 @@ class Engine(Protocol):
 
         Raises:
             UserError: the prompt is empty or does not fit the context, a token id is outside the vocabulary,
-                or a sampling parameter makes no sense. The engine is then as it was before.
+                a sampling parameter makes no sense, or a resumed sample cannot go on. The engine is then as it was
+                before.
         """
         ...
 

@@ -21,7 +21,8 @@ import torch
 from meshrl.actors.engines.decoder import FlatDecoder, Span
 from meshrl.actors.engines.engine import EngineRequest, EngineStats, FinishedSample
 from meshrl.actors.engines.lanes import arrange
-from meshrl.actors.engines.sampling import check_sampling, draw, sample, uniforms
+from meshrl.actors.engines.requests import Chunk, check_request, chunks
+from meshrl.actors.engines.sampling import draw, sample, uniforms
 from meshrl.actors.models import ModelConfig, architecture
 from meshrl.actors.tokenizer import Tokenizer
 from meshrl.errors import UserError
@@ -58,14 +59,6 @@ class _Sample:
     index: int
     version_starts: list[tuple[int, int]] = field(default_factory=list)
     """(first response token, weight version), ascending."""
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Waiting samples that are admitted together: a whole group, unless it is large."""
-
-    request: EngineRequest
-    indices: range
 
 
 class TitanEngine:
@@ -116,7 +109,7 @@ class TitanEngine:
         self._running = 0
         self._cuts: tuple[int, ...] = (0, 0)
         self._cuts_age = _REARRANGE_STEPS
-        self._waiting: deque[_Chunk] = deque()
+        self._waiting: deque[Chunk] = deque()
         self._waiting_samples = 0
         self._groups: dict[int, int] = {}
         """Unfinished samples of each group."""
@@ -148,12 +141,13 @@ class TitanEngine:
 
     def submit(self, request: EngineRequest) -> None:
         """See `Engine.submit`."""
-        self._check(request)
-        samples = len(request.seeds)
-        # A group waits for as many free slots as it needs. A large one would leave too many empty: cut it.
-        size = min(max(self.config.refill, self.config.slots // 4), self.config.slots)
-        for start in range(0, samples, size):
-            self._waiting.append(_Chunk(request, range(start, min(start + size, samples))))
+        if request.group_id in self._groups:
+            raise UserError(f"group {request.group_id} is in the engine already: give each group its own id")
+        vocab_size, end_id = self._decoder.shape.vocab_size, self._tokenizer.end_id
+        check_request(request, self._context, vocab_size, end_id)
+        most = min(max(self.config.refill, self.config.slots // 4), self.config.slots)
+        self._waiting.extend(chunks(request, most))
+        samples = len(request.indices)
         self._waiting_samples += samples
         if samples:
             self._groups[request.group_id] = samples
@@ -163,23 +157,14 @@ class TitanEngine:
         if group_id not in self._groups:
             return []
         finished = []
-        kept: deque[_Chunk] = deque()
+        kept: deque[Chunk] = deque()
         for chunk in self._waiting:
             if chunk.request.group_id != group_id:
                 kept.append(chunk)
                 continue
             self._waiting_samples -= len(chunk.indices)
-            finished += [
-                FinishedSample(
-                    group_id,
-                    index,
-                    torch.empty(0, dtype=torch.int32),
-                    torch.empty(0),
-                    torch.empty(0, dtype=torch.int32),
-                    "abort",
-                )
-                for index in chunk.indices
-            ]
+            resumed = chunk.request.resumed
+            finished += [resumed.get(i) or _nothing_sampled(group_id, i) for i in chunk.indices]
         self._waiting = kept
         slots = self._slot_of_lane[: self._running].tolist()
         lanes = [lane for lane, s in enumerate(slots) if self._sample_in(s).request.group_id == group_id]
@@ -196,23 +181,6 @@ class TitanEngine:
             raise RuntimeError("the engine has no weights: call load_weights before step")
         return self._admit() if self._may_admit() else self._decode()
 
-    def _check(self, request: EngineRequest) -> None:
-        prompt, vocab_size = request.prompt_token_ids, self._decoder.shape.vocab_size
-        if request.group_id in self._groups:
-            raise UserError(f"group {request.group_id} is in the engine already: give each group its own id")
-        if not prompt:
-            raise UserError("the prompt is empty: it needs at least one token to continue from")
-        if len(prompt) >= self._context:
-            raise UserError(
-                f"the prompt has {len(prompt)} tokens and the context {self._context}, so there is no room"
-                " for a response: shorten the prompt or raise the context"
-            )
-        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            raise UserError(
-                f"the prompt has token ids from {min(prompt)} to {max(prompt)}, the vocabulary {vocab_size}"
-            )
-        check_sampling(request.sampling, vocab_size)
-
     def _may_admit(self) -> bool:
         free = len(self._free)
         return (
@@ -226,15 +194,15 @@ class TitanEngine:
         prompts: list[list[int]] = []
         prompt_of_lane: list[int] = []
         slots: list[int] = []
-        previous: EngineRequest | None = None
+        previous: list[int] | None = None
         while self._waiting and len(self._waiting[0].indices) <= len(self._free):
             chunk = self._waiting[0]
-            if chunk.request is not previous:
-                longest = max(map(len, [*prompts, chunk.request.prompt_token_ids]))
+            if chunk.prefill_ids is not previous:
+                longest = max(map(len, [*prompts, chunk.prefill_ids]))
                 if prompts and longest * (len(prompts) + 1) > self.config.prefill_tokens:
                     break
-                prompts.append(chunk.request.prompt_token_ids)
-                previous = chunk.request
+                prompts.append(chunk.prefill_ids)
+                previous = chunk.prefill_ids
             self._waiting.popleft()
             slots += self._occupy(chunk)
             prompt_of_lane += [len(prompts) - 1] * len(chunk.indices)
@@ -248,8 +216,8 @@ class TitanEngine:
         self._prefilled += sum(map(len, prompts))
         return self._emit(lanes, logits[torch.tensor(prompt_of_lane)])
 
-    def _occupy(self, chunk: _Chunk) -> list[int]:
-        """Give the chunk's samples slots."""
+    def _occupy(self, chunk: Chunk) -> list[int]:
+        """Give the chunk's samples slots; one that goes on has in it what it had."""
         request, sampling = chunk.request, chunk.request.sampling
         slots = [self._free.pop() for _ in chunk.indices]
         prompt_tokens = len(request.prompt_token_ids)
@@ -257,10 +225,17 @@ class TitanEngine:
         assert self._version is not None
         for slot, index in zip(slots, chunk.indices, strict=True):
             self._samples[slot] = _Sample(request, index, [(0, self._version)])
-        seeds = request.seeds[chunk.indices.start : chunk.indices.stop]
+        seeds = [request.seeds[index] for index in chunk.indices]
         self._uniforms[slots, :limit] = uniforms(seeds, limit)
-        self._position[slots] = prompt_tokens - 1
-        self._count[slots] = 0
+        self._position[slots] = len(chunk.prefill_ids) - 1
+        self._count[slots] = count = len(chunk.prefill_ids) - prompt_tokens
+        if count:
+            (slot,), before = slots, request.resumed[chunk.indices[0]]
+            self._token_ids[slot, :count] = before.token_ids.numpy()
+            self._logprobs[slot, :count] = before.logprobs.numpy()
+            versions = [None, *before.versions.tolist(), self._version]
+            changes = [i for i in range(count + 1) if versions[i + 1] != versions[i]]
+            self._sample_in(slot).version_starts[:] = [(i, versions[i + 1]) for i in changes]
         self._limit[slots] = limit
         self._temperature[slots] = sampling.temperature
         self._top_k[slots] = sampling.top_k
@@ -391,6 +366,11 @@ class TitanEngine:
         sample = self._samples[slot]
         assert sample is not None
         return sample
+
+
+def _nothing_sampled(group_id: int, index: int) -> FinishedSample:
+    none = torch.empty(0, dtype=torch.int32)
+    return FinishedSample(group_id, index, none, torch.empty(0), none, "abort")
 
 
 def _context(config: EngineConfig, model: ModelConfig, vocab_size: int) -> int:
