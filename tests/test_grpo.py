@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as parquet
 import pytest
 
+from meshrl.actors.batch import Batch
+from meshrl.actors.prompts import prompt_index, sample_seed
 from meshrl.actors.reward import RewardConfig
 from meshrl.actors.rollouts import RolloutsConfig
+from meshrl.advantages import group_relative
+from meshrl.losses import policy_loss
 from meshrl.metrics import StepReport
 from meshrl.programs.config import EvaluationConfig, MeshSizes
 from meshrl.programs.grpo import GRPOConfig, grpo
-from meshrl.programs.sft import SFTConfig, WarmUpConfig, sft
+from meshrl.programs.sft import SFTConfig, WarmUpConfig, sft, warm_up
+from meshrl.programs.start import finish, start
+from meshrl.rollout import GroupRequest, RolloutGroup
 from meshrl.run import launch
+from meshrl.session import Session
 
 SHORT = GRPOConfig(
     steps=4,
@@ -55,6 +64,55 @@ def test_sampler_and_learner_agree_on_policy(synchronous: tuple[list[StepReport]
 def test_same_seed_same_metrics(synchronous: tuple[list[StepReport], Path], tmp_path: Path) -> None:
     again = run(SHORT, tmp_path / "again")
     assert [dict(report.metrics) for report in again] == [dict(report.metrics) for report in synchronous[0]]
+
+
+async def by_hand(session: Session, config: GRPOConfig) -> AsyncIterator[StepReport]:
+    """The same algorithm, one thing after the other: no buffer, no slots, nothing behind the scenes."""
+    loss = policy_loss(clip=config.clip)
+    parts = await start(session, config, config.steps, loss)
+    await warm_up(session, parts, config, config.warm_up)
+    size, rollouts = config.rollouts.group_size, itertools.count(10_000)
+    await parts.weights.broadcast()
+    arrived = 0
+    for step in range(1, config.steps + 1):
+        first = (step - 1) * config.rollouts.prompts_per_step
+        requests = []
+        for position in range(first, first + config.rollouts.prompts_per_step):
+            index = prompt_index(position, parts.task.train_size, config.seed)
+            seeds = tuple(sample_seed(config.seed, "train", index, position + 1, i) for i in range(size))
+            ids = tuple(next(rollouts) for _ in range(size))
+            requests.append(GroupRequest(10_000 + position, "train", index, ids, seeds, config.sampling))
+        await parts.generator.call("submit", requests)
+        groups: dict[int, RolloutGroup] = {}
+        while len(groups) < len(requests):
+            answer = await parts.generator.call_rank("finished", arrived, 5.0)
+            arrived = answer.number
+            groups |= {group.group_id: group for group in answer.groups}
+        taken = tuple(groups[request.group_id] for request in requests)
+        batch = Batch(taken, taken, 0.0, 0.0, docked_rollouts=sum(len(group.rollouts) for group in taken))
+        equal = [group.group_id for group in taken if len(set(group.rewards)) == 1]
+        batch = batch.without(equal, "zero variance")
+        rewards, numbers = parts.handoff.rewards(batch.groups)
+        advantages = parts.handoff.on_mesh(group_relative)(rewards, numbers)
+        ticket = await parts.handoff(batch.groups, advantages=advantages)
+        update = await parts.learner.step(loss, ticket)
+        metrics = {**batch.metrics(parts.weights.published, ticket), **update.metrics}
+        await parts.weights.broadcast()
+        await parts.generator.call("release", [r.id for group in taken for r in group.rollouts], {}, step)
+        yield StepReport(step, metrics)
+    await finish(session, parts)
+
+
+def test_without_staleness_the_program_is_the_synchronous_one_bit_for_bit(
+    synchronous: tuple[list[StepReport], Path], tmp_path: Path
+) -> None:
+    reports, directory = synchronous
+    plain = run(SHORT, tmp_path / "run", by_hand)
+    for report, by_itself in zip(reports[1:], plain, strict=True):
+        own = {name: value for name, value in report.metrics.items() if not name.startswith("heldout")}
+        assert own == dict(by_itself.metrics)
+    final = "final/model.safetensors"
+    assert (directory / final).read_bytes() == (tmp_path / "run" / final).read_bytes()
 
 
 def test_run_directory_holds_config_metrics_and_every_rollout(
