@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 from meshrl.actors.generator import Generator, GeneratorSetup
 from meshrl.actors.learner import LearnerMesh, OptimizerConfig
@@ -18,7 +19,7 @@ from meshrl.losses import Loss
 from meshrl.programs.config import ProgramConfig
 from meshrl.programs.tasks import check_prompts, default_reward, parse_task
 from meshrl.rollout import Task
-from meshrl.session import RoleMesh, Session
+from meshrl.session import RoleMesh, Session, WorkerDied
 from meshrl.weights.broadcast import WeightBroadcast
 
 PROVIDES = ("advantages",)
@@ -58,6 +59,13 @@ class Parts:
         )
 
 
+@runtime_checkable
+class BringsParts(Protocol):
+    """A session that has parts of its own, such as simulated ones."""
+
+    def parts(self, config: ProgramConfig) -> Parts: ...
+
+
 async def start(session: Session, config: ProgramConfig, steps: int, loss: Loss | None = None) -> Parts:
     """Spawn learner, generator and reward meshes at once, then connect them.
 
@@ -67,6 +75,8 @@ async def start(session: Session, config: ProgramConfig, steps: int, loss: Loss 
         steps: optimizer steps of the program; a learning rate that decays does so over them, unless the config says.
     """
     check_needs(loss, loss.columns if loss else (), declared(PROVIDES))
+    if isinstance(session, BringsParts):
+        return session.parts(config)
     optimizer = config.learner.optimizer
     optimizer = replace(optimizer, steps=optimizer.steps or steps)
     task = parse_task(config.task, data=config.data, seed=config.seed)
@@ -158,18 +168,27 @@ class Revival:
             UserError: it was done as often as it may be.
         """
         async with self._lock:
-            if self._restarts == 0:
-                raise UserError(
-                    "no generator process that dies is started again any more (meshes.generator_restarts)"
-                )
-            self._restarts -= 1
-            made = await self._session.respawn(self._generator, replica, self._setup)
-            await made.call("connect_reward", self._reward.handles, deadline_seconds=60)
-            await self._handoff.relink()
-            await self._weights.reconnect()
-            self._session.note(
-                f"generator replica {replica} is back, process {made.pids[0]}; {self._restarts} restarts are left"
-            )
+            while True:
+                if self._restarts == 0:
+                    raise UserError(
+                        "no generator process that dies is started again any more (meshes.generator_restarts)"
+                    )
+                self._restarts -= 1
+                try:
+                    await self._bring_up(replica)
+                    return
+                except WorkerDied:  # the new one too?
+                    if not self._generator.replicas[replica].processes.death.done():
+                        raise
+
+    async def _bring_up(self, replica: int) -> None:
+        made = await self._session.respawn(self._generator, replica, self._setup)
+        await made.call("connect_reward", self._reward.handles, deadline_seconds=60)
+        await self._handoff.relink()
+        await self._weights.reconnect()
+        self._session.note(
+            f"generator replica {replica} is back, process {made.pids[0]}; {self._restarts} restarts are left"
+        )
 
 
 async def finish(session: Session, parts: Parts) -> None:
