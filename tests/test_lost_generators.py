@@ -28,7 +28,7 @@ def oddly_long(rollout: Rollout) -> float:
 
 
 CONFIG = GRPOConfig(
-    steps=5,
+    steps=4,
     rollouts=RolloutsConfig(prompts_per_step=8, group_size=4, deadline_seconds=100),
     sampling=SamplingParams(max_tokens=32),
     reward=RewardConfig(function=oddly_long),
@@ -100,12 +100,12 @@ def test_ahead_of_training_the_bound_holds_and_the_ledger_adds_up_whoever_dies(
     killer = Killer(monkeypatch, "finished", (5, 0), (14, 1), (30, 0))
     config = replace(
         CONFIG,
-        steps=8,
+        steps=6,
         meshes=MeshSizes(generator=2),
         rollouts=replace(CONFIG.rollouts, max_staleness=staleness),
     )
     reports = killer.run(config, tmp_path / "run")
-    assert [report.step for report in reports] == list(range(9))
+    assert [report.step for report in reports] == list(range(7))
     assert max(report.metrics["staleness_max"] for report in reports[1:]) <= staleness
     assert sum("is gone" in note for note in killer.notes) == 3
     (source,) = killer.sources
