@@ -28,6 +28,8 @@ class Batch:
     """Groups dropped, by reason; also those that others were generated in place of."""
     docked_rollouts: int = 0
     """Rollouts whose columns generators held when the batch was taken."""
+    max_staleness: int = 0
+    """Versions that a token may be older than the weights that it trains."""
 
     @property
     def rollouts(self) -> tuple[RolloutHandle, ...]:
@@ -54,7 +56,11 @@ class Batch:
         Args:
             version: of the weights that the batch trains.
             ticket: of its handoff, which names the rollouts that were left out.
+
+        Raises:
+            RuntimeError: a token that was trained on is older than `max_staleness` allows.
         """
+        self._check_staleness(version, ticket)
         rollouts = [rollout for group in self.taken for rollout in group.rollouts]
         graded = [rollout.reward for rollout in rollouts if rollout.reward is not None]
         left_out = Counter(ticket.dropped.values())
@@ -73,6 +79,16 @@ class Batch:
             **{f"rollouts_{_underscored(reason)}": n for reason, n in left_out.items()},
             **{f"dropped_{_underscored(reason)}": n for reason, n in self.dropped.items()},
         }
+
+    def _check_staleness(self, version: int, ticket: Ticket) -> None:
+        """The buffer proves the bound by counting; this looks at what the tokens themselves say."""
+        for rollout in self.rollouts:
+            if version - rollout.oldest_version > self.max_staleness and rollout.id not in ticket.dropped:
+                raise RuntimeError(
+                    f"rollout {rollout.id} of generator replica {rollout.replica} has tokens of version "
+                    f"{rollout.oldest_version}, and version {version} was trained on them: more than max_staleness "
+                    f"{self.max_staleness}. Is the replica pinned to a version, or were weights published besides?"
+                )
 
 
 def teaches_nothing(group: RolloutGroup) -> str | None:

@@ -170,6 +170,7 @@ class Rollouts:
             reward_seconds=max(dispatcher.reward_seconds),
             dropped=dict(self._refilled),
             docked_rollouts=dispatcher.docked,
+            max_staleness=self.config.max_staleness,
         )
         self._refilled.clear()
         dispatcher.generate_seconds[:] = [0.0] * len(dispatcher.generate_seconds)

@@ -134,6 +134,8 @@ def test_what_generators_hold_is_what_the_ledger_says_at_each_step() -> None:
             batch = await taking
             assert source.docked == sum(len(replica.docked) for replica in mesh.replicas) == 8
             assert batch.metrics(1, TICKET)["docked_rollouts"] == 8
+            with pytest.raises(RuntimeError, match="tokens of version 1, and version 2 .* max_staleness 0"):
+                batch.metrics(2, TICKET)
             source.release(batch, TICKET, {}, step, live=asyncio.sleep(0))
         await mesh.settled()
         assert source.docked == sum(len(replica.docked) for replica in mesh.replicas) == 0
