@@ -10,7 +10,6 @@ from typing import Any
 from meshrl.parcel import parcel
 from meshrl.rewards import Grade
 from meshrl.rollout import Rollout
-from meshrl.waiting import waiting
 from meshrl.worker import DeadlineError, call
 
 MISSES_IN_A_ROW = 3
@@ -44,10 +43,7 @@ class Graders:
         number = next(self._next)
         deadline = self._deadline_seconds
         try:
-            with waiting("grades", unblocked_by=[f"reward[{number}]"], deadline_seconds=deadline):
-                grades = await call(
-                    self._handles[number], "grade", parcel(rollouts), deadline_seconds=deadline
-                )
+            grades = await call(self._handles[number], "grade", parcel(rollouts), deadline_seconds=deadline)
         except DeadlineError as error:
             self._misses += 1
             if self._misses >= MISSES_IN_A_ROW:

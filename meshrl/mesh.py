@@ -8,7 +8,7 @@ from typing import Any
 
 from meshrl.errors import UserError
 from meshrl.processes import Processes
-from meshrl.worker import Worker, find
+from meshrl.worker import Worker, address, find
 
 DEADLINE_SECONDS = 600.0
 """Longest wait of a call that names no deadline of its own."""
@@ -33,6 +33,10 @@ class Replica:
     @property
     def size(self) -> int:
         return self.processes.size
+
+    def address(self, rank: int) -> str:
+        """What a rank is known by in processes that do not know its name; see `meshrl.worker.address`."""
+        return address(self.actors, rank)
 
     async def call(
         self, endpoint: str, *args: Any, deadline_seconds: float | None, **kwargs: Any

@@ -41,7 +41,10 @@ class Processes:
     size: int
     proc_mesh: Any = None
     """Monarch `ProcMesh`; None: not yet asked for."""
+    workers: Any = None
+    """Monarch mesh of the role's actors on them; None: not yet asked for."""
     host: str = ""
+    """Where they run; empty: they have not answered yet."""
     by_rank: dict[int, int] = field(default_factory=dict)
     """Process ids; filled while the processes start."""
     logs: list[ProcessLog] = field(init=False)

@@ -55,8 +55,12 @@ def launch(
         stall_seconds: where a step takes this long, the run says who waits for whom (`Run.why`), and again after twice
             the time, four times, and so on. 0: never.
 
-    Raises `UserError` where `program` is no such function, or its config has no default.
+    Raises `UserError` where `program` is no such function, its config has no default, or `stall_seconds` is negative.
     """
+    if not stall_seconds >= 0:
+        raise UserError(
+            f"stall_seconds is {stall_seconds:g}: give it seconds, or 0 never to say why a step takes long"
+        )
     kind = config_type(program)
     config = make_default(program, kind) if config is None else config
     return Run(program, config, directory, session, stall_seconds)
@@ -135,8 +139,8 @@ class Run:
         >>> print(await run.why())                                                     # doctest: +SKIP
         grpo is running, step 7 asked for 31.2 s ago
           grpo waits for a batch of finished groups for 31.1 s of at most 600 s, unblocked by generator[0] (…)
-            generator[0] waits for grades for 30.9 s of at most 600 s, unblocked by reward[0]
-              reward[0] is in grade for 30.9 s   <- all of the above wait for this
+            generator[0] waits for grade of Reward for 30.9 s of at most 60 s, unblocked by reward[0]
+              reward[0] is in grade for 30.9 s   <- the chain ends here
         """
         return await self._drive.why()
 
@@ -213,11 +217,8 @@ class _Drive:
     async def why(self) -> Why:
         name = program_name(self.program)
         if self.state != "running":
-            reasons = {
-                "paused": "paused: nobody asked for the next step",
-                "new": "new: ask for the first step",
-            }
-            return Why(f"{name} is {reasons.get(self.state, self.state)}")
+            reasons = {"paused": ": nobody asked for the next step", "new": ": ask for the first step"}
+            return Why(f"{name} is {self.state}{reasons.get(self.state, '')}")
         asked = asyncio.get_running_loop().time() - self._asked_at
         state = f"{name} is running, step {len(self.history)} asked for {asked:.1f} s ago"
         if self.session is None:

@@ -158,8 +158,7 @@ class Session:
     async def why(self) -> Why:
         """Who waits for whom at this moment, in all processes. Takes two seconds at most, also where some are dead or
         stopped."""
-        meshes = [mesh for mesh in self.meshes.values() if mesh.replicas]
-        waiting = await ask(meshes)
+        waiting = await ask([Replica(each, each.workers) for each in self._processes])
         return Why("nobody waits for anything" if not waiting else "at this moment", waiting)
 
     async def spawn(
@@ -263,7 +262,8 @@ class Session:
                 {"gpus": procs}, name=f"{name}_{replica}_{number}", bootstrap_command=command
             )
             processes.end_with_interpreter()
-            made = Replica(processes, processes.proc_mesh.spawn(f"{name}_{number}", worker))
+            processes.workers = processes.proc_mesh.spawn(f"{name}_{number}", worker)
+            made = Replica(processes, processes.workers)
             await made.identify(name, self.config.start_deadline_seconds)
         except (DeadlineError, WorkerDied, SessionStopped):
             raise

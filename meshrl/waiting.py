@@ -4,7 +4,8 @@
         await news.wait()
 
 An entry stands inside the one around it (of the same task, or of the task that started this one), so that a report
-can tell the innermost, which is what is really waited for. Adding and removing one takes about a microsecond.
+can tell the innermost, which is what is really waited for. An entry costs a few microseconds; whatever is dear, such as
+`details`, is asked only when somebody looks.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 Kind = Literal["wait", "work", "idle"]
 
@@ -43,7 +44,7 @@ class Wait:
     details: str
 
 
-_lock = threading.Lock()
+# Each use of it is one step of the interpreter, so threads need no lock.
 _entries: dict[int, waiting] = {}
 _numbers = itertools.count()
 _around: ContextVar[int | None] = ContextVar("meshrl_waiting", default=None)
@@ -87,16 +88,14 @@ class waiting:  # noqa: N801  (read as a statement)
     def __enter__(self) -> waiting:
         self.number = next(_numbers)
         self.inside = _around.get()
-        self._who = _task_name()
+        self._who = _task_or_thread()
         self._started = time.monotonic()
         self._token = _around.set(self.number)
-        with _lock:
-            _entries[self.number] = self
+        _entries[self.number] = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        with _lock:
-            del _entries[self.number]
+        del _entries[self.number]
         if self._token is not None:
             try:
                 _around.reset(self._token)
@@ -104,30 +103,39 @@ class waiting:  # noqa: N801  (read as a statement)
                 pass
 
     def now(self) -> Wait:
-        """As it is now."""
-        names = self._unblocked_by
+        """As it is now. Where a function of it fails, the details say so: a report of trouble must come about."""
+        details, names = "", self._unblocked_by
+        try:
+            details = self._details() if self._details else ""
+            names = tuple(names() if callable(names) else names)
+        except Exception as error:
+            names = () if callable(names) else tuple(names)
+            details = details or f"its details failed: {type(error).__name__}: {error}"
         return Wait(
             number=self.number,
             inside=self.inside,
-            who=self._who,
+            who=self._who.name if isinstance(self._who, threading.Thread) else self._who.get_name(),
             what=self._what,
             kind=self._kind,
-            unblocked_by=tuple(names() if callable(names) else names),
+            unblocked_by=names,
             seconds=time.monotonic() - self._started,
             deadline_seconds=self._deadline_seconds,
-            details=self._details() if self._details else "",
+            details=details,
         )
 
 
 def waits() -> tuple[Wait, ...]:
     """All entries of this process, the oldest first."""
-    with _lock:
-        entries = list(_entries.values())
-    return tuple(entry.now() for entry in entries)
+    return tuple(entry.now() for entry in list(_entries.values()))
 
 
-def innermost(entries: Sequence[Wait]) -> list[Wait]:
+def innermost(entries: Sequence[Wait], within: str | None = None) -> list[Wait]:
     """Entries that nothing stands inside of, the longest first; none that is idle, or inside something idle.
+
+    A wait that does not know who ends it is taken to be ended by whom the entry around it waits for.
+
+    Args:
+        within: only those inside work of this name, or that work itself, idle ones too; None: all.
 
     >>> outer = Wait(0, None, "grpo", "a batch", "wait", (), 9.0, None, "")
     >>> inner = Wait(1, 0, "grpo", "submit on generator[0]", "wait", ("generator[0]",), 8.0, 60.0, "")
@@ -137,17 +145,29 @@ def innermost(entries: Sequence[Wait]) -> list[Wait]:
     by_number = {entry.number: entry for entry in entries}
     with_something_inside = {entry.inside for entry in entries}
 
-    def idle(entry: Wait) -> bool:
-        around = by_number.get(entry.inside) if entry.inside is not None else None
-        return entry.kind == "idle" or (around is not None and idle(around))
+    def outwards(entry: Wait | None) -> Iterator[Wait]:
+        while entry is not None:
+            yield entry
+            entry = None if entry.inside is None else by_number.get(entry.inside)
 
-    found = [entry for entry in entries if entry.number not in with_something_inside and not idle(entry)]
+    found: list[Wait] = []
+    for entry in entries:
+        around = list(outwards(entry))
+        if within is None:
+            wanted = all(each.kind != "idle" for each in around)
+        else:
+            wanted = any((each.kind, each.what) == ("work", within) for each in around)
+        if entry.number in with_something_inside or not wanted:
+            continue
+        if entry.kind == "wait":
+            names = next((each.unblocked_by for each in around if each.unblocked_by), ())
+            entry = replace(entry, unblocked_by=names)
+        found.append(entry)
     return sorted(found, key=lambda entry: -entry.seconds)
 
 
-def _task_name() -> str:
+def _task_or_thread() -> asyncio.Task[Any] | threading.Thread:
     try:
-        task = asyncio.current_task()
-    except RuntimeError:
-        task = None
-    return threading.current_thread().name if task is None else task.get_name()
+        return asyncio.current_task() or threading.current_thread()
+    except RuntimeError:  # no loop runs
+        return threading.current_thread()

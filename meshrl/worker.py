@@ -117,7 +117,8 @@ async def call(handle: Any, name: str, *args: Any, deadline_seconds: float | Non
     """
     what = f"{name} of {class_name(handle)}"
     try:
-        return await answer_of(find(handle, name).call_one(*args, **kwargs), deadline_seconds, what)
+        with waiting(what, unblocked_by=lambda: [address(handle)], deadline_seconds=deadline_seconds):
+            return await answer_of(find(handle, name).call_one(*args, **kwargs), deadline_seconds, what)
     except SupervisionError as error:
         raise lost(error, what) from None
 
@@ -133,6 +134,15 @@ def find(handle: Any, name: str) -> Any:
 def class_name(handle: Any) -> str:
     """Name of the class of an actor mesh."""
     return handle._class.__name__
+
+
+def address(handle: Any, rank: int = 0) -> str:
+    """Tells actors apart in all processes of a run, which do not know each other's names, such as `reward_3:0`.
+
+    Args:
+        rank: of the mesh or slice that the handle stands for.
+    """
+    return f"{handle._mesh_name}:{handle._shape.ndslice.offset + rank}"
 
 
 async def answer_of(future: Awaitable[Any], deadline_seconds: float | None, what: str) -> Any:

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 from waiting_workers import Asks, Hangs
 
-from meshrl.mesh import RoleMesh
+from meshrl.errors import UserError
+from meshrl.mesh import Replica, RoleMesh
 from meshrl.metrics import StepReport
 from meshrl.run import launch
-from meshrl.session import Session
+from meshrl.session import Session, WorkerDied
+from meshrl.waiting import waiting
+from meshrl.why import Why, ask
 
 SECONDS = 30.0
 
@@ -66,8 +69,9 @@ def test_the_chain_goes_over_both_processes_to_the_one_that_hangs(bench: Bench) 
         assert any(root.startswith("reward[0] is in grade for ") for root in why.roots)
         lines = str(why).splitlines()
         place = next(i for i, line in enumerate(lines) if "ask on generator[0]" in line)
-        assert "generator[0] waits for grades for" in lines[place + 1]
-        assert "reward[0] is in grade for" in lines[place + 2] and "all of the above" in lines[place + 2]
+        assert "generator[0] waits for grade of Hangs for" in lines[place + 1]
+        assert "unblocked by reward[0]" in lines[place + 1]
+        assert "reward[0] is in grade for" in lines[place + 2] and "ends here" in lines[place + 2]
         await bench.reward.call("go_on")
         assert await asking == ["good"]
         idle.cancel()
@@ -85,9 +89,28 @@ def test_a_stopped_process_is_told_of_as_not_answering(bench: Bench) -> None:
             asking = asyncio.create_task(bench.reward.call("grade"))
             text = await until(bench.session, lambda text: "grade on reward[0]" in text)
             assert f"reward[0] does not answer (process {pid} is stopped" in text
+            both = await asyncio.gather(bench.session.why(), bench.session.why())
+            assert [len(why.waiting) for why in both] == [1, 1]  # they do not tell of each other
         finally:
             os.kill(pid, signal.SIGCONT)
         await asking
+
+    bench.run(drive())
+
+
+def test_a_worker_is_asked_while_its_setup_hangs_and_is_told_of_when_it_has_died(bench: Bench) -> None:
+    async def drive() -> None:
+        starting = asyncio.create_task(bench.session.spawn(Hangs, "hang", name="slow"))
+        await until(bench.session, lambda text: "slow[0] is in setup for" in text)
+        (pid,) = [rank.pid for rank in bench.session.describe() if rank.name == "slow[0]"]
+        replica = Replica(next(each for each in bench.session._processes if each.role == "slow"), None)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            await starting
+        with waiting("a batch", unblocked_by=["slow[0]"]):
+            why = Why("", await ask([replica]))
+        (root,) = why.roots
+        assert root.startswith(f"slow[0] is dead: slow[0] (pid {pid}) died: killed by SIGKILL")
 
     bench.run(drive())
 
@@ -115,10 +138,20 @@ def test_a_run_that_stands_still_says_why_by_itself_and_not_while_it_is_paused(b
         assert (await stepping).note == "good"
         while not said.empty():
             said.get_nowait()
+        with pytest.raises(TimeoutError):  # twice the time after which a step would be told of
+            await asyncio.wait_for(said.get(), 0.4)
         await run.stop()
         assert "stopped" in str(await run.why())
 
     bench.run(drive())
+
+
+def test_seconds_that_are_negative_are_refused() -> None:
+    async def program(session: Session, config: None) -> AsyncIterator[StepReport]:
+        yield StepReport(0)
+
+    with pytest.raises(UserError, match="-1"):
+        launch(program, NO_CONFIG, stall_seconds=-1)
 
 
 NO_CONFIG: Any = object()
