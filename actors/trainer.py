@@ -72,11 +72,8 @@ class Trainer:
         self.revision = 0
         """Changes of the weights so far."""
         self.rank, self.world_size = rank, world_size
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
+        cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.architecture = architecture(model, vocab_size)
         self._model_config, self._vocab_size = model, vocab_size
         tensor_parallel = config.tensor_parallel
@@ -185,6 +182,8 @@ class Trainer:
         self.schedule.step()
         self.optimizer.zero_grad()
         metrics = self._reduce(sums, counts.tokens)
+        if squares := metrics.get("importance_weight_square_mean"):  # Kish 1965: (Σw)² / (n Σw²)
+            metrics["effective_sample_share"] = metrics["importance_weight_mean"] ** 2 / squares
         if not supervised:
             metrics["logprob_difference_max"] = self._largest(largest)
         metrics |= {
