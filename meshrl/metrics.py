@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import time
@@ -35,8 +36,16 @@ class StepReport:
         return {"step": self.step, "metrics": _finite(self.metrics), "seconds": _finite(self.seconds)}
 
 
+def _now() -> float:
+    """Seconds of the event loop, which need not be those of the wall; outside of one, of the wall."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.perf_counter()
+
+
 class Stopwatch:
-    """Splits the wall time of a step into named phases.
+    """Splits the time of a step into named phases.
 
     `rest(phase)` gives a phase all the time since the last `rest` (or the start) that no `lap` has claimed;
     `lap` claims a known number of seconds out of it. Both return the stopwatch:
@@ -46,7 +55,7 @@ class Stopwatch:
     {'generate': 0.75, 'wait': 0.25, 'train': 0.5}
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = _now) -> None:
         self.seconds: dict[str, float] = {}
         self._clock = clock
         self._mark = clock()

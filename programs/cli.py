@@ -35,6 +35,7 @@ Reinforcement-learning post-training on Monarch actor meshes: one program drives
       path/to/file.py            a file with one program in it (or path/to/file.py:function)
       module:function            a program that can be imported
   meshrl run PROGRAM --help      every setting of the program
+  meshrl simulate PROGRAM        the same program in virtual time, on as many simulated processes as you like
   meshrl doctor [--json]         what is installed, what works here, and what to do about the rest
 
   --traceback                    show the whole traceback of an error
@@ -68,13 +69,21 @@ def _dispatch(arguments: list[str], show_traceback: bool) -> int:
             return OK
         case ["run", name, *flags]:
             return _run(name, flags, show_traceback)
+        case ["simulate", "-h" | "--help", *_] | ["simulate"]:
+            print("meshrl simulate PROGRAM [flags]: `meshrl simulate grpo --help` lists them")
+            return OK if len(arguments) > 1 else BAD_INPUT
+        case ["simulate", name, *flags]:
+            from meshrl.programs.simulate import main as simulate
+
+            return simulate(name, flags)
         case ["doctor", *flags]:
             from meshrl.programs.doctor import main as doctor
 
             return doctor(flags)
         case [command, *_]:
             raise UserError(
-                f"unknown command {command!r}: there are `meshrl run PROGRAM` and `meshrl doctor`"
+                f"unknown command {command!r}: there are `meshrl run PROGRAM`, `meshrl simulate PROGRAM` and "
+                "`meshrl doctor`"
             )
     raise AssertionError(arguments)
 

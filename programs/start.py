@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 from meshrl.actors.generator import Generator, GeneratorSetup
 from meshrl.actors.learner import LearnerMesh, OptimizerConfig
@@ -21,6 +21,9 @@ from meshrl.programs.tasks import check_prompts, default_reward, parse_task
 from meshrl.rollout import Task
 from meshrl.session import RoleMesh, Session, WorkerDied
 from meshrl.weights.broadcast import WeightBroadcast
+
+if TYPE_CHECKING:
+    from meshrl.programs.simulated import SimulatedSession
 
 PROVIDES = ("advantages",)
 """Columns that programs make for each batch."""
@@ -66,7 +69,9 @@ class BringsParts(Protocol):
     def parts(self, config: ProgramConfig) -> Parts: ...
 
 
-async def start(session: Session, config: ProgramConfig, steps: int, loss: Loss | None = None) -> Parts:
+async def start(
+    session: Session | SimulatedSession, config: ProgramConfig, steps: int, loss: Loss | None = None
+) -> Parts:
     """Spawn learner, generator and reward meshes at once, then connect them.
 
     Args:
@@ -74,9 +79,13 @@ async def start(session: Session, config: ProgramConfig, steps: int, loss: Loss 
             starts. None: rollouts are not trained on.
         steps: optimizer steps of the program; a learning rate that decays does so over them, unless the config says.
     """
+    from meshrl.programs.simulated import SimulatedSession  # which imports this module
+
     check_needs(loss, loss.columns if loss else (), declared(PROVIDES))
+    if isinstance(session, SimulatedSession):
+        return cast(Parts, session.parts(config))  # of this very module, by its other name
     if isinstance(session, BringsParts):
-        return session.parts(config)
+        return cast(Parts, session.parts(config))  # of this very module, by its other name
     optimizer = config.learner.optimizer
     optimizer = replace(optimizer, steps=optimizer.steps or steps)
     task = parse_task(config.task, data=config.data, seed=config.seed)
