@@ -72,7 +72,7 @@ def test_replicas_that_die_cost_time_and_break_nothing() -> None:
 
 
 def test_what_the_controller_does_for_a_rollout_does_not_grow_with_replicas() -> None:
-    """Counted in messages, of which each does a bounded amount of work. Lengths are fixed, so that the steps of both last
+    """Counted in messages, of which each does a bounded amount of work. Lengths are fixed, so that steps of both last
     as long and have as many polls without news for each replica."""
     model = GeneratorModel(slots=16, length_distribution="fixed", grading_distribution="fixed")
     config = replace(SMALL, staleness=(1,), steps=5, generator=model)
