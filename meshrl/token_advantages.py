@@ -21,8 +21,8 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over the tokens that the policy sampled.
 
-    A_t = δ_t + γλ A_{t+1}, with δ_t = r_t + γ V_{t+1} - V_t (Schulman et al. 2015, arXiv:1506.02438), where t + 1 is the
-    *next token of the policy*: what tools and users wrote in between is neither a step nor has it a value. A reward
+    A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ V_{t+1} - V_t (Schulman et al. 2015, arXiv:1506.02438), where t + 1 is
+    the *next token of the policy*: what tools and users wrote in between is neither a step nor has it a value. A reward
     that stands on such a token belongs to the last token of the policy before it, or to the first where none is; so a
     reward on the last token of a rollout counts, whoever wrote that.
 

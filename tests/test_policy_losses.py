@@ -24,6 +24,7 @@ from meshrl.losses import (
     reinforce_loss,
     sapo_loss,
     truncated,
+    with_kl,
 )
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=5)
@@ -252,3 +253,18 @@ def test_the_weights_that_are_reported_are_those_before_the_cut() -> None:
 def test_settings_that_make_no_sense_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_kl_penalty_adds_its_gradient_and_pulls_towards_the_reference() -> None:
+    inputs = inputs_of([3, 2])
+    inputs.columns["reference_logprobs"] = inputs.logprobs.detach() - 0.5
+    inputs.columns["reference_logprobs"][~inputs.mask] = math.nan
+    plain, penalised = reinforce_loss(), with_kl(reinforce_loss(), 0.1)
+    assert penalised.columns == ("advantages", "reference_logprobs")
+    difference = penalised(inputs).per_token.sum() - plain(inputs).per_token.sum()
+    difference.backward()
+    torch.testing.assert_close(inputs.logprobs.grad, torch.where(inputs.mask, 0.1 * 0.5, 0.0))
+    assert penalised(inputs).sums["reference_kl_mean"].item() == pytest.approx(5 * 0.5**2 / 2)
+    for bad in (lambda: with_kl(plain, -1.0), lambda: with_kl(plain, 0.1, "k1")):
+        with pytest.raises(ValueError):
+            bad()

@@ -16,7 +16,7 @@ from meshrl.losses.inputs import (
     TokenMean,
     cross_entropy,
 )
-from meshrl.losses.kl import KLEstimator, kl_per_token
+from meshrl.losses.kl import KLEstimator, kl_per_token, with_kl
 from meshrl.losses.off_policy import corrected, icepop, masked, truncated
 from meshrl.losses.policy import (
     cispo_loss,
@@ -49,4 +49,5 @@ __all__ = [
     "reinforce_loss",
     "sapo_loss",
     "truncated",
+    "with_kl",
 ]
