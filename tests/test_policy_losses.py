@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -257,8 +258,8 @@ def test_settings_that_make_no_sense_are_refused(make: Callable[[], object], mes
 
 def test_a_kl_penalty_adds_its_gradient_and_pulls_towards_the_reference() -> None:
     inputs = inputs_of([3, 2])
-    inputs.columns["reference_logprobs"] = inputs.logprobs.detach() - 0.5
-    inputs.columns["reference_logprobs"][~inputs.mask] = math.nan
+    reference = torch.where(inputs.mask, inputs.logprobs.detach() - 0.5, math.nan)
+    inputs = replace(inputs, columns={**inputs.columns, "reference_logprobs": reference})
     plain, penalised = reinforce_loss(), with_kl(reinforce_loss(), 0.1)
     assert penalised.columns == ("advantages", "reference_logprobs")
     difference = penalised(inputs).per_token.sum() - plain(inputs).per_token.sum()
