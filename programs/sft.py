@@ -108,7 +108,8 @@ def cache_directory() -> Path:
 
 
 def fingerprint(config: ProgramConfig, train: WarmUpConfig) -> str:
-    """Hash of all that the warm-up depends on: task, data, seed, model, optimizer, meshes, library versions."""
+    """Hash of all that the warm-up depends on: task, data, seed, model, optimizer, learner processes, the evaluation that
+    says when it is over, library versions."""
     inputs = {
         "task": config.task,
         "data": hashlib.sha256(config.data.read_bytes()).hexdigest() if config.data else None,
@@ -116,7 +117,8 @@ def fingerprint(config: ProgramConfig, train: WarmUpConfig) -> str:
         "model": asdict(config.model),
         "train": asdict(train),
         "learner": asdict(config.learner),
-        "meshes": asdict(config.meshes),
+        "learners": config.meshes.learner,
+        "evaluation": asdict(config.evaluation),
         "sampling": asdict(config.sampling),
         "versions": {name: version(name) for name in ("meshrl", "torch", "torchtitan")},
     }

@@ -23,7 +23,7 @@ from meshrl.losses import policy_loss
 from meshrl.metrics import StepReport
 from meshrl.programs.config import EvaluationConfig, MeshSizes
 from meshrl.programs.grpo import GRPOConfig, grpo
-from meshrl.programs.sft import SFTConfig, WarmUpConfig, sft, warm_up
+from meshrl.programs.sft import SFTConfig, WarmUpConfig, fingerprint, sft, warm_up
 from meshrl.programs.start import finish, start
 from meshrl.rollout import GroupRequest, RolloutGroup
 from meshrl.run import launch
@@ -202,6 +202,13 @@ def test_warm_up_is_cached_by_its_inputs(tmp_path: Path, monkeypatch: pytest.Mon
     second = run(config, tmp_path / "second")
     assert len(list((tmp_path / "cache" / "meshrl").iterdir())) == 1
     assert [dict(report.metrics) for report in first] == [dict(report.metrics) for report in second]
+
+
+def test_a_warm_up_that_another_evaluation_ended_is_another_one() -> None:
+    known = fingerprint(SHORT, SHORT.warm_up)
+    shorter = replace(SHORT, evaluation=replace(SHORT.evaluation, prompts=16))
+    assert fingerprint(shorter, SHORT.warm_up) != known
+    assert fingerprint(replace(SHORT, steps=9, samples_every=1), SHORT.warm_up) == known
 
 
 def test_supervised_program_lowers_the_loss(tmp_path: Path) -> None:
