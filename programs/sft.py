@@ -108,8 +108,8 @@ def cache_directory() -> Path:
 
 
 def fingerprint(config: ProgramConfig, train: WarmUpConfig) -> str:
-    """Hash of all that the warm-up depends on: task, data, seed, model, optimizer, learner processes, the evaluation that
-    says when it is over, library versions."""
+    """Hash of all that the warm-up depends on: task, data, seed, model, optimizer, learner processes, library versions,
+    and the evaluation that says when it is over."""
     inputs = {
         "task": config.task,
         "data": hashlib.sha256(config.data.read_bytes()).hexdigest() if config.data else None,
