@@ -16,15 +16,17 @@ PROMPT_TOKENS = 3
 class Filler(Worker):
     """Docks columns that can be told apart: every value is made from the rollout's id and the token's position."""
 
-    modulus = 2**31
-    """Token ids are below it."""
+    vocabulary: int | None = None
+    """Token ids are below it; None: any."""
 
     @endpoint
     async def fill(self, handles: Sequence[RolloutHandle]) -> None:
         for handle in handles:
             if handle.replica == self.replica:
                 made = columns(handle.id, handle.tokens)
-                dock().put(handle.id, made | {"token_ids": made["token_ids"] % self.modulus})
+                if self.vocabulary is not None:
+                    made["token_ids"] %= self.vocabulary
+                dock().put(handle.id, made)
 
     @endpoint
     async def release(self, rollout_ids: Sequence[int]) -> int:

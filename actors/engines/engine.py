@@ -47,7 +47,8 @@ class EngineRequest:
     resumed: Mapping[int, FinishedSample] = field(default_factory=dict)
     """Samples that go on from where `abort` ended them, by position of their seed: their tokens, log-probabilities and
     versions stay as they are, and count towards `max_tokens`; the next ones are drawn from the weights as they are
-    now, after a prefill with these. While the weights are the same, the sample ends as if nothing had been."""
+    now, after a prefill with these. While the weights are the same, the sample ends as if nothing had been. Entries
+    that `samples` leaves out are not used."""
     samples: tuple[int, ...] | None = None
     """Positions of the seeds that are wanted; None: all. The others came back before the group was aborted."""
 
@@ -66,8 +67,10 @@ class EngineStats:
     waiting_samples: int
     """Samples submitted and not yet admitted."""
     sampled_tokens: int
+    """Drawn here: what a resumed sample had is not counted again."""
     prefilled_tokens: int
-    """Prompt tokens run through the model; a group's prompt counts once, however many samples share it."""
+    """Prompt tokens run through the model; a group's prompt counts once, however many samples share it. A resumed
+    sample with tokens has a prefill of its own: prompt and these."""
     decode_steps: int
     admissions: int
     """Prefill batches."""

@@ -75,11 +75,19 @@ def _check_resumed(
         raise UserError(
             f"sample {index} cannot go on: it has {len(tokens)} tokens, {shapes[0]} logprobs and {shapes[1]} versions"
         )
-    if sample.stop_reason != "abort" or len(tokens) >= limit or (tokens and tokens[-1] in stop_ids):
-        raise UserError(
-            f"sample {index} cannot go on: it has {len(tokens)} of at most {limit} tokens and ended by "
-            f"{sample.stop_reason!r}; only what was aborted can"
+    problem = None
+    if sample.sample != index:
+        problem = f"it was sample {sample.sample}, whose seed is another: give it under its own position"
+    elif sample.stop_reason != "abort":
+        problem = (
+            f"it ended by {sample.stop_reason!r}: only what was aborted can, so leave it out of `samples`"
         )
+    elif len(tokens) >= limit:
+        problem = f"it has {len(tokens)} tokens of at most {limit}: raise max_tokens or the context"
+    elif tokens and tokens[-1] in stop_ids:
+        problem = f"its last token {tokens[-1]} is its end: leave it out of `samples`"
+    if problem:
+        raise UserError(f"sample {index} cannot go on: {problem}")
     if tokens:
         _check_ids(f"sample {index}", tokens, vocab_size)
 

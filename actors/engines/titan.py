@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -163,8 +163,7 @@ class TitanEngine:
                 kept.append(chunk)
                 continue
             self._waiting_samples -= len(chunk.indices)
-            resumed = chunk.request.resumed
-            finished += [resumed.get(i) or _nothing_sampled(group_id, i) for i in chunk.indices]
+            finished += [_not_admitted(chunk.request, index) for index in chunk.indices]
         self._waiting = kept
         slots = self._slot_of_lane[: self._running].tolist()
         lanes = [lane for lane, s in enumerate(slots) if self._sample_in(s).request.group_id == group_id]
@@ -368,9 +367,12 @@ class TitanEngine:
         return sample
 
 
-def _nothing_sampled(group_id: int, index: int) -> FinishedSample:
+def _not_admitted(request: EngineRequest, index: int) -> FinishedSample:
+    """What an aborted sample has that never held a slot: what it had when it was submitted."""
+    if index in request.resumed:
+        return replace(request.resumed[index], group_id=request.group_id)
     none = torch.empty(0, dtype=torch.int32)
-    return FinishedSample(group_id, index, none, torch.empty(0), none, "abort")
+    return FinishedSample(request.group_id, index, none, torch.empty(0), none, "abort")
 
 
 def _context(config: EngineConfig, model: ModelConfig, vocab_size: int) -> int:

@@ -92,11 +92,73 @@ def test_the_last_token_before_the_limit_may_still_be_drawn(weights: Weights) ->
     assert_same(found, wanted)
 
 
+@pytest.mark.parametrize("steps", range(0, 14))
+def test_a_group_goes_on_from_any_step_with_its_finished_samples_left_out(
+    weights: Weights, steps: int
+) -> None:
+    asked = request(1, PROMPT, samples=16, max_tokens=12, stop=("12", "+"))
+    wanted = run(make_engine(weights, slots=16), asked)
+    assert {sample.stop_reason for sample in wanted.values()} == {"stop", "length"}
+    engine = make_engine(weights, slots=16)
+    done, rest = interrupt(engine, asked, steps)
+    assert rest.samples is not None and len(done) + len(rest.samples) == 16
+    if 0 < steps < 12:
+        assert done and all(len(sample.token_ids) == steps for sample in rest.resumed.values())
+    found = {sample.sample: sample for sample in done}
+    found |= {number: sample for (_, number), sample in run(engine, rest).items()}
+    assert sorted(found) == list(range(16))
+    for (_, number), sample in wanted.items():
+        assert_same(found[number], sample)
+
+
+def test_cut_distributions_go_on_too(weights: Weights) -> None:
+    asked = request(1, PROMPT, samples=6, max_tokens=30, temperature=0.7, top_k=6, top_p=0.9)
+    wanted = run(make_engine(weights), asked)
+    engine = make_engine(weights)
+    done, rest = interrupt(engine, asked, steps=7)
+    for number, sample in {s.sample: s for s in [*done, *run(engine, rest).values()]}.items():
+        assert_same(sample, wanted[1, number])
+
+
+def test_each_stretch_of_a_sample_carries_the_version_that_sampled_it(weights: Weights) -> None:
+    """Interrupted twice, then new weights while it runs; one interruption had no new weights."""
+    engine = make_engine(weights)
+    asked = request(1, PROMPT, samples=8, max_tokens=60)
+    _, rest = interrupt(engine, asked, steps=3)
+    _, rest = interrupt(engine, rest, steps=2)
+    engine.load_weights(weights, version=4)
+    _, rest = interrupt(engine, rest, steps=4)
+    engine.submit(rest)
+    _ = [engine.step() for _ in range(2)]
+    engine.load_weights(weights, version=7)
+    long = [sample for sample in run(engine).values() if len(sample.token_ids) > 12]
+    assert long
+    for sample in long:
+        assert sample.versions.tolist() == [1] * 5 + [4] * 6 + [7] * (len(sample.token_ids) - 11)
+
+
+def test_stats_count_the_samples_that_go_on_and_only_the_tokens_drawn(weights: Weights) -> None:
+    engine = make_engine(weights)
+    done, rest = interrupt(engine, request(1, PROMPT, samples=8, max_tokens=20), steps=4)
+    going_on = 8 - len(done)
+    before = engine.stats
+    engine.submit(rest)
+    assert (engine.stats.waiting_samples, engine.stats.running_samples) == (going_on, 0)
+    ended = engine.step()
+    assert (engine.stats.waiting_samples, engine.stats.running_samples) == (0, going_on - len(ended))
+    finished = [*ended, *run(engine).values()]
+    assert engine.stats.prefilled_tokens - before.prefilled_tokens == going_on * (len(PROMPT) + 4)
+    drawn = sum(len(sample.token_ids) - 4 for sample in finished)
+    assert engine.stats.sampled_tokens - before.sampled_tokens == drawn
+    assert engine.stats.running_samples == 0
+
+
 def test_a_sample_that_waits_to_go_on_is_aborted_with_all_it_has(weights: Weights) -> None:
     engine = make_engine(weights)
     _, rest = interrupt(engine, request(1, PROMPT, samples=3, max_tokens=40), steps=8)
-    engine.submit(rest)
-    again = {sample.sample: sample for sample in engine.abort(1)}
+    engine.submit(replace(rest, group_id=2))
+    again = {sample.sample: sample for sample in engine.abort(2)}
+    assert {sample.group_id for sample in again.values()} == {2}
     assert {n: s.token_ids.tolist() for n, s in again.items()} == {
         n: s.token_ids.tolist() for n, s in rest.resumed.items()
     }
@@ -111,12 +173,13 @@ def test_what_cannot_go_on_is_refused_and_the_engine_is_as_before(weights: Weigh
     bad = [
         (replace(rest, resumed={5: some}), "samples .* of a group of 2"),
         (replace(rest, samples=(0, 0)), "each must be one of them, once"),
+        (replace(rest, resumed={1: some}), "it was sample 0"),
         (replace(rest, resumed={0: replace(some, stop_reason="length")}), "ended by 'length'"),
-        (replace(rest, sampling=replace(rest.sampling, max_tokens=3)), "4 of at most 3 tokens"),
+        (replace(rest, sampling=replace(rest.sampling, max_tokens=3)), "4 tokens of at most 3"),
         (replace(rest, resumed={0: replace(some, versions=end)}), "4 logprobs and 1 versions"),
         (
             replace(rest, resumed={0: FinishedSample(1, 0, end, torch.zeros(1), end, "abort")}),
-            "only what was abor",
+            "last token 0 is its end",
         ),
         (replace(rest, resumed={0: replace(some, token_ids=some.token_ids + 99)}), "sample 0 has token ids"),
     ]

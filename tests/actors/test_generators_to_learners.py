@@ -31,7 +31,7 @@ SIZES = [4, 3, 2, 4]
 class SmallFiller(Filler):
     """Token ids that the tiny model knows."""
 
-    modulus = 16
+    vocabulary = 16
 
 
 @dataclass(frozen=True)
