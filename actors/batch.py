@@ -35,13 +35,14 @@ class Batch:
     def rollouts(self) -> tuple[RolloutHandle, ...]:
         return tuple(rollout for group in self.groups for rollout in group.rollouts)
 
-    @property
-    def note(self) -> str:
-        """What a person should be told of the batch; empty: nothing."""
-        if self.groups:
+    def note(self, ticket: Ticket) -> str:
+        """What a person should be told of the batch once it is handed over; empty: nothing."""
+        if any(rollout.id not in ticket.dropped for rollout in self.rollouts):
             return ""
-        reasons = ", ".join(f"{count} groups {reason}" for reason, count in self.dropped.items())
-        return f"nothing to train on: {reasons}; the weights stay as they are"
+        reasons = [f"{count} groups {reason}" for reason, count in self.dropped.items()]
+        left_out = Counter(ticket.dropped.values())
+        reasons += [f"{count} rollouts {reason}" for reason, count in sorted(left_out.items())]
+        return f"nothing to train on: {', '.join(reasons)}; the weights stay as they are"
 
     def without(self, group_ids: Iterable[int], reason: str) -> Batch:
         """The batch without these groups."""

@@ -238,10 +238,9 @@ class Dispatcher:
         except SessionStopped:
             return
         except Exception as trouble:
-            trouble.add_note(f"while another process was started, since {error}")
             self._reviving.discard(replica)
             if not self.placement.alive and not self._reviving:
-                raise
+                raise WorkerDied(f"{error}; and no other takes its place: {trouble}") from trouble
             self._note(f"generator replica {replica} stays away, the others go on: {trouble}")
             return
         self._reviving.discard(replica)

@@ -47,6 +47,10 @@ class GeneratorConfig:
     """Longest wait for the reward actor's answer to one call, over all its rollouts; past it they count as not graded,
     and the third time in a row ends the run."""
 
+    def __post_init__(self) -> None:
+        if not self.reward_deadline_seconds > 0:
+            raise UserError(f"reward_deadline_seconds is {self.reward_deadline_seconds}: use more than 0")
+
 
 @dataclass(frozen=True)
 class GeneratorSetup:

@@ -13,11 +13,12 @@ import itertools
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from meshrl.actors.batch import REWARD_FAILED, ZERO_VARIANCE, Batch, teaches_nothing
 from meshrl.actors.dispatch import Dispatcher
 from meshrl.actors.prompts import prompt_index, sample_seed
+from meshrl.actors.rollouts_config import RolloutsConfig
 from meshrl.buffer import RolloutBuffer, State
 from meshrl.errors import UserError
 from meshrl.handoff.dock import Ticket
@@ -26,48 +27,11 @@ from meshrl.rollout import GroupRequest, RolloutGroup, SamplingParams, Split, Ta
 from meshrl.session import DeadlineError, RoleMesh, WorkerDied
 from meshrl.waiting import waiting
 
+__all__ = ["Rollouts", "RolloutsConfig"]
+
 _group_ids = itertools.count()
 _rollout_ids = itertools.count()
 # Unique in the process: a generator may still hold groups of an earlier `Rollouts`.
-
-
-@dataclass(frozen=True)
-class RolloutsConfig:
-    """How many rollouts, how far ahead of training, and what becomes of those that are no use."""
-
-    prompts_per_step: int = 32
-    """Groups in one batch (P)."""
-    group_size: int = 8
-    """Samples of each prompt."""
-    max_staleness: int = 0
-    """Steps that generation may run ahead (S). 0: synchronous, exactly on-policy, reproducible."""
-    refills: int = 0
-    """Groups that may be generated for each batch in place of some that teach nothing: equal rewards, or a reward
-    that failed (dynamic sampling, DAPO). 0: none; such groups then make the batch smaller."""
-    empty_batches_in_a_row: int = 0
-    """This many batches without anything to train on, one after another, end the run. 0: never; each is a step that
-    leaves the weights as they are, and says so."""
-    rollouts_per_generator: int = 0
-    """Most rollouts outstanding at one generator replica; more wait at the controller for whichever has room first, the
-    longest waiting first. 0: no bound, groups are spread as soon as they are admitted."""
-    affinity_rollouts: int = 8
-    """A prompt that comes again goes to the replica that had it before, whose engine may have it cached, unless that
-    has so many more rollouts outstanding than the least busy one. 0: only if it is among the least busy."""
-    deadline_seconds: float = 600.0
-    """Longest wait for a batch or an evaluation before it is an error."""
-
-    def __post_init__(self) -> None:
-        if self.prompts_per_step < 1:
-            raise UserError(f"prompts_per_step is {self.prompts_per_step}: a batch needs at least 1 prompt")
-        if self.group_size < 2:
-            raise UserError(
-                f"group_size is {self.group_size}: a rollout is compared with its group, so 2 or more"
-            )
-        if self.max_staleness < 0:
-            raise UserError(f"max_staleness is {self.max_staleness}: 0 is synchronous, less is impossible")
-        for name in ("refills", "empty_batches_in_a_row", "rollouts_per_generator", "affinity_rollouts"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name} is {getattr(self, name)}: use 0 or more")
 
 
 class Rollouts:
@@ -119,7 +83,8 @@ class Rollouts:
         self._evaluations: dict[int, asyncio.Future[RolloutGroup]] = {}
         self._to_evaluate: deque[GroupRequest] = deque()
         self._refilled: Counter[str] = Counter()  # for the next batch, by reason
-        self._empty_in_a_row = self._last_step = 0
+        self._empty_in_a_row = self._last_step = self._interruptions = 0
+        self._generators_told = False  # of an interruption
         self._news = asyncio.Event()
         self._failure: BaseException | None = None
         self._watches: list[asyncio.Task[None]] = []
@@ -154,9 +119,8 @@ class Rollouts:
     async def take(self) -> Batch:
         """The next batch, groups whose grading failed dropped. Waits for: P finished groups, and without staleness for
         the release of the batch before."""
-        if self.config.max_staleness == 0 and self._releases:
-            with waiting("the weights of the batch before to be live"):
-                await asyncio.wait(self._releases)
+        if self.config.max_staleness == 0:
+            await self._until(lambda: not self._releases, "the weights of the batch before to be live")
         await self._admit()
         await self._until(
             lambda: self.buffer.ready >= self.config.prompts_per_step, "a batch of finished groups"
@@ -217,10 +181,10 @@ class Rollouts:
                 trained.append(group.group_id)
         self._last_step = step
         self._empty_in_a_row = 0 if trained else self._empty_in_a_row + 1
-        self._check_empty(batch)
+        self._check_empty(batch.note(ticket))
         task = asyncio.create_task(self._release(batch, trained, advantages, step, live))
         self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
+        task.add_done_callback(self._released)
 
     async def _release(
         self,
@@ -240,6 +204,10 @@ class Rollouts:
                 await self._admit()
         except Exception as error:
             self.failed(error)
+        self._news.set()
+
+    def _released(self, task: asyncio.Task[None]) -> None:
+        self._releases.discard(task)
         self._news.set()
 
     async def evaluate(self, count: int, *, temperature: float = 1.0) -> float:
@@ -267,15 +235,20 @@ class Rollouts:
     @asynccontextmanager
     async def interrupted(self) -> AsyncIterator[None]:
         """Within it no training rollout is generated; those in progress go on afterwards where they stood, their
-        tokens kept. What is evaluated meanwhile need not wait for them."""
-        busy = self.buffer.count(State.GENERATING) + self.buffer.count(State.REWARDING) > 0
-        if busy:
-            await self._dispatcher.tell_all("interrupt")
+        tokens kept. What is evaluated meanwhile need not wait for them; a `take` may. It may be nested."""
+        self._interruptions += 1
         try:
+            if self._interruptions == 1 and self.buffer.count(State.GENERATING):
+                self._generators_told = True
+                await self._dispatcher.tell_all("interrupt")
             yield
         finally:
-            if busy:
-                await self._dispatcher.tell_all("resume")
+            self._interruptions -= 1
+            if self._interruptions == 0:
+                if self._generators_told:
+                    self._generators_told = False
+                    await self._dispatcher.tell_all("resume")
+                await self._dispatcher.dispatch()
 
     async def samples(self, batch: Batch, count: int) -> tuple[str, ...]:
         """Readable lines of `count` rollouts, for a person: the only text that the controller ever asks for."""
@@ -287,7 +260,7 @@ class Rollouts:
         """Evaluations first: somebody waits for all of them."""
         if self._to_evaluate:
             return self._to_evaluate[0]
-        group_id = self.buffer.next_to_generate()
+        group_id = None if self._interruptions else self.buffer.next_to_generate()
         return None if group_id is None else self._requests[group_id]
 
     def started(self, request: GroupRequest) -> None:
@@ -359,14 +332,14 @@ class Rollouts:
     def _drop_for(self, batch: Batch, reason: str) -> Batch:
         return self.drop(batch, [g.group_id for g in batch.groups if teaches_nothing(g) == reason], reason)
 
-    def _check_empty(self, batch: Batch) -> None:
+    def _check_empty(self, note: str) -> None:
         limit = self.config.empty_batches_in_a_row
         if 0 < limit <= self._empty_in_a_row:
             self.failed(
                 UserError(
-                    f"{self._empty_in_a_row} batches in a row had nothing to train on ({dict(batch.dropped)} groups in "
-                    "the last): every group's rewards are equal, or failed. Look at the rewards; take easier or harder "
-                    "prompts, larger groups, a higher temperature or more refills"
+                    f"{self._empty_in_a_row} batches in a row had nothing to train on; of the last: {note}. Look at "
+                    "the rewards; take easier or harder prompts, larger groups, a higher temperature, more refills, "
+                    "or a larger learner.microbatch_tokens"
                 )
             )
 

@@ -25,7 +25,7 @@ from meshrl.actors.models import ModelConfig, architecture, build_model, prepare
 from meshrl.actors.training import LearnerConfig, OptimizerConfig, Update
 from meshrl.errors import UserError
 from meshrl.handoff.dock import DockedBatch, Microbatch
-from meshrl.losses import GlobalCounts, Loss, LossInputs
+from meshrl.losses import GlobalCounts, Loss, LossInputs, evaluate
 
 prepare_torchtitan()
 
@@ -154,7 +154,7 @@ class Trainer:
         largest = torch.zeros((), device=self.device)
         for microbatch in batch.rows():
             inputs, entropy = self._evaluate(microbatch, temperature, columns)
-            outputs = loss(inputs)
+            outputs = evaluate(loss, inputs)
             value = (outputs.per_token * loss.aggregation.weights(inputs, counts)).sum()
             value.backward()
             with torch.no_grad():

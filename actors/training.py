@@ -56,6 +56,12 @@ class LearnerConfig:
     collective_timeout_seconds: float = 600.0
     """Longest wait for another rank within a step."""
 
+    def __post_init__(self) -> None:
+        if self.microbatch_tokens is not None and self.microbatch_tokens < 1:
+            raise UserError(
+                f"microbatch_tokens is {self.microbatch_tokens}: use 1 or more, or None for no bound"
+            )
+
 
 @dataclass(frozen=True)
 class Update:

@@ -48,6 +48,11 @@ class EvaluationConfig:
     greedy: bool = True
     """Also report the accuracy of greedy decoding."""
 
+    def __post_init__(self) -> None:
+        for name in ("every", "prompts"):
+            if getattr(self, name) < 0:
+                raise UserError(f"evaluation.{name} is {getattr(self, name)}: use 0 or more")
+
     def due(self, step: int, last: int) -> bool:
         return step == last or (self.every > 0 and step % self.every == 0)
 

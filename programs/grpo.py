@@ -33,6 +33,8 @@ class GRPOConfig(ProgramConfig):
     warm_up: WarmUpConfig = field(default_factory=WarmUpConfig)
 
     def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UserError(f"steps is {self.steps}: at least 1 is needed")
         if self.sampling.temperature <= 0:
             raise UserError(
                 f"sampling.temperature is {self.sampling.temperature:g}: training needs samples of one prompt to "
@@ -72,5 +74,5 @@ async def grpo(session: Session, config: GRPOConfig) -> AsyncIterator[StepReport
                 metrics |= await config.evaluation.run(rollouts)
             samples = await rollouts.samples(batch, config.samples_due(step))
             rollouts.release(batch, ticket, update.advantages, step, live=weights.arrival(version))
-            yield StepReport(step, metrics, time.seconds, samples, batch.note)
+            yield StepReport(step, metrics, time.seconds, samples, batch.note(ticket))
     await finish(session, parts)

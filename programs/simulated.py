@@ -20,7 +20,7 @@ from meshrl.actors.training import Update
 from meshrl.errors import UserError
 from meshrl.handoff.dock import Ticket
 from meshrl.handoff.handoff import Handoff, HandoffConfig
-from meshrl.handoff.schema import declared
+from meshrl.handoff.schema import Column, declared
 from meshrl.handoff.shipment import Shipment
 from meshrl.losses import Loss
 from meshrl.mesh import Replica, RoleMesh
@@ -320,6 +320,9 @@ class SimulatedHandoff(Handoff):
 
     def _scores(self, rewards: Sequence[float], groups: Sequence[int]) -> tuple[Tensor, Tensor]:
         return torch.tensor(rewards, dtype=torch.float32), torch.tensor(groups, dtype=torch.int64)
+
+    def _plain(self, column: Column, value: Tensor | Sequence[float]) -> Tensor:
+        return value if isinstance(value, Tensor) else column.values(list(value))
 
     def _link_up(self) -> None:
         self._bridges = {

@@ -14,7 +14,7 @@ from meshrl.actors.reward import Reward, RewardSetup
 from meshrl.actors.rollouts import Rollouts
 from meshrl.errors import UserError
 from meshrl.handoff.handoff import Handoff, HandoffConfig
-from meshrl.handoff.schema import check_needs, declared
+from meshrl.handoff.schema import check_needs, columns_of, declared
 from meshrl.losses import Loss
 from meshrl.programs.config import ProgramConfig
 from meshrl.programs.tasks import check_prompts, default_reward, parse_task
@@ -81,12 +81,17 @@ async def start(
     """
     from meshrl.programs.simulated import SimulatedSession  # which imports this module
 
-    check_needs(loss, loss.columns if loss else (), declared(PROVIDES))
+    check_needs(loss, columns_of(loss), declared(PROVIDES))
     if isinstance(session, SimulatedSession):
         return cast(Parts, session.parts(config))  # of this very module, by its other name
     if isinstance(session, BringsParts):
         return cast(Parts, session.parts(config))  # of this very module, by its other name
     optimizer = config.learner.optimizer
+    if optimizer.decay != "none" and 0 < optimizer.steps < steps:
+        raise UserError(
+            f"learner.optimizer.steps is {optimizer.steps}: the learning rate decays over as many steps as the program "
+            f"has, {steps}, or more; 0 takes those of the program"
+        )
     optimizer = replace(optimizer, steps=optimizer.steps or steps)
     task = parse_task(config.task, data=config.data, seed=config.seed)
     tokenizer = load_tokenizer(task.tokenizer)
@@ -174,12 +179,12 @@ class Revival:
     async def __call__(self, replica: int) -> None:
         """
         Raises:
-            UserError: it was done as often as it may be.
+            RuntimeError: it was done as often as it may be.
         """
         async with self._lock:
             while True:
                 if self._restarts == 0:
-                    raise UserError(
+                    raise RuntimeError(
                         "no generator process that dies is started again any more (meshes.generator_restarts)"
                     )
                 self._restarts -= 1

@@ -133,6 +133,10 @@ class Bridge(Actor):
         """Plain values as tensors: float32 and int64. One message for both; `torch.tensor` takes two and is slower."""
         return torch.tensor(rewards, dtype=torch.float32), torch.tensor(groups, dtype=torch.int64)
 
+    def exact(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """Plain values as a tensor."""
+        return torch.tensor(values, dtype=dtype)
+
     @endpoint
     def send(self, shipment: Shipment) -> None:
         """Send this replica's docked rollouts to the learner ranks that train on them.

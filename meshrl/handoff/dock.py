@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from meshrl.handoff.schema import BYTES_PER_TOKEN, DOCKED, check_columns
+from meshrl.handoff.schema import BY_NAME, BYTES_PER_TOKEN, DOCKED, check_columns
 
 
 class DockFull(RuntimeError):
@@ -223,13 +223,18 @@ class Dock:
 
         Raises:
             NotDocked: it has not, or was taken.
-            ValueError: another shape.
+            ValueError: another shape, or not what the schema declares.
         """
         with self._lock:
             batch = self._whole(ticket)
             if values.shape != (batch.tokens,):
                 raise ValueError(
                     f"column {name} is {list(values.shape)}, this rank's share of {ticket} has [{batch.tokens}] tokens"
+                )
+            declared = BY_NAME.get(name)
+            if declared is not None and (declared.scope != "token" or declared.dtype != values.dtype):
+                raise ValueError(
+                    f"column {name} is declared as {declared.dtype} per {declared.scope}, not {values.dtype} per token"
                 )
             batch.columns[name] = values
 

@@ -18,20 +18,17 @@ import torch
 from monarch import remote
 from monarch.actor import as_endpoint
 from monarch.common.tensor import Tensor as EngineTensor
-from monarch.mesh_controller import RemoteException
 from torch import Tensor
 
+from meshrl.handoff.answers import CAUSE_SECONDS, answers_of
 from meshrl.handoff.collectives import Address, Backend, Bridge, Shipment, accept_columns
 from meshrl.handoff.dock import Ticket
-from meshrl.handoff.schema import BY_NAME, Column, check_needs, declared
+from meshrl.handoff.schema import BY_NAME, Column, check_needs, columns_of, declared
 from meshrl.handoff.shipment import GENERATOR_DIED, plan_shipment
 from meshrl.losses import Loss
 from meshrl.mesh import Replica, RoleMesh
 from meshrl.rollout import RolloutGroup
-from meshrl.worker import RemoteError, WorkerDied
-
-CAUSE_SECONDS = 2.0
-"""After one end of a handoff failed, how long the others are given to say why."""
+from meshrl.worker import WorkerDied
 
 _numbers = itertools.count(1)
 _accept = remote(accept_columns, propagate=lambda values, columns, ticket, count: None)
@@ -133,7 +130,7 @@ class Handoff:
                 f"processes of {target.name}"
             )
         columns = declared(provides)
-        needed = () if loss is None else loss.columns
+        needed = columns_of(loss)
         check_needs(loss, needed, columns)
         bridge = (await target.spawn_beside(Bridge, _bridge_name())).replicas[0]
         handoff = cls(
@@ -150,7 +147,7 @@ class Handoff:
         # The first operation starts the engine: done here, a failure is one of connecting, and no step pays for it.
         with handoff.tensors():
             accepted = _accept.call([torch.zeros(0)], [BY_NAME["advantages"]], Ticket(0, 0, 0, 0), 0)
-        await _answers(
+        await answers_of(
             [(bridge, accepted)],
             handoff.config.deadline_seconds,
             f"the tensor engine to start on {target.name}",
@@ -179,7 +176,7 @@ class Handoff:
         deadline, target = self.config.deadline_seconds, self._target
         # Whoever still waits for a peer that is gone gives up when the others leave; who was joining, a little later.
         leaving = [(target, target.actors.leave.call())]
-        await _answers(leaving, deadline + CAUSE_SECONDS, "the learners to leave the old link")
+        await answers_of(leaving, deadline + CAUSE_SECONDS, "the learners to leave the old link")
         self._bridges = {
             number: bridge
             for number, bridge in self._bridges.items()
@@ -194,9 +191,9 @@ class Handoff:
             return
         opened = bridges[0].actors.open_store.call(deadline)
         address: Address
-        ((address,),) = await _answers([(bridges[0], opened)], deadline, "the handoff's store to open")
+        ((address,),) = await answers_of([(bridges[0], opened)], deadline, "the handoff's store to open")
         settings = (len(bridges) + target.size, deadline, self.config.backend)
-        await _answers(
+        await answers_of(
             [
                 (end, end.actors.join.call(address, first, *settings))
                 for first, end in enumerate([*bridges, target])
@@ -315,7 +312,7 @@ class Handoff:
         bridge, ticket = self._target, shipment.ticket
         with self.tensors():
             accepted = _accept.call(list(values.values()), list(values), ticket, len(shipment.rollout_ids))
-        refusals, *_ = await _answers(
+        refusals, *_ = await answers_of(
             [(bridge, accepted)]
             + [(source, source.actors.send.call(shipment)) for source in sources]
             + [(bridge, bridge.actors.receive.call(shipment))],
@@ -335,14 +332,22 @@ class Handoff:
             )
         values = {}
         for name, value in columns.items():
-            shape = tuple(value.shape) if isinstance(value, Tensor) else (len(value),)
+            shape = tuple(value.shape) if isinstance(value, Tensor) else (len(list(value)),)
             if shape != (count,):
                 raise ValueError(f"{name} have shape {list(shape)}, the groups have {count} rollouts")
             if not isinstance(value, EngineTensor):
-                plain = value.tolist() if isinstance(value, Tensor) else list(value)
-                value, _ = self._scores(plain, [])
+                value = self._plain(self._provides[name], value)
             values[self._provides[name]] = value
         return values
+
+    def _plain(self, column: Column, value: Tensor | Sequence[float]) -> Tensor:
+        """Plain values, exactly, as a tensor of the learner mesh."""
+        plain = value.tolist() if isinstance(value, Tensor) else list(value)
+        column.values(plain)  # what it cannot hold is an error here
+        shape, dtype = len(plain), column.dtype
+        exact = as_endpoint(self._target.actors.exact, propagate=lambda: torch.empty(shape, dtype=dtype))
+        with self.tensors():
+            return exact.rref(plain, dtype)
 
     def _holds(self, replica: int, process_id: int) -> bool:
         """Whether the process that made a rollout is the one that is linked, and alive."""
@@ -365,33 +370,3 @@ def _bridge_name() -> str:
 
 def _dead(replica: Replica) -> bool:
     return replica.processes.death.done()
-
-
-async def _answers(
-    calls: Sequence[tuple[Replica, Any]], deadline_seconds: float, what: str
-) -> list[list[Any]]:
-    """Answers of each call's ranks. Of several failures a `WorkerDied` is raised, else the first in `calls`.
-
-    Waits for: every call, or one failure and, a moment longer, the others: where one end of the link fails, so does the
-    other, and the cause is worth more than the consequence.
-    """
-    tasks = [
-        asyncio.ensure_future(replica.processes.answer(future, deadline_seconds, what))
-        for replica, future in calls
-    ]
-    try:
-        _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        if waiting:
-            await asyncio.wait(waiting, timeout=CAUSE_SECONDS)
-        failures = [error for task in tasks if task.done() and (error := task.exception()) is not None]
-        # A dead process is the cause of whatever its peers complain about.
-        for error in sorted(failures, key=lambda error: not isinstance(error, WorkerDied)):
-            raise error
-        return [[value for _, value in task.result()] for task in tasks]
-    except RemoteException as error:
-        raise RemoteError(
-            f"tensor code of the program failed on rank {error.rank} of the learner mesh:\n{error}"
-        ) from None
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -37,6 +37,22 @@ class Column:
         """Bytes of one value."""
         return self.dtype.itemsize
 
+    def values(self, plain: Sequence[float]) -> Tensor:
+        """Plain values as a tensor of its dtype.
+
+        Raises:
+            ValueError: they are no numbers, or the dtype cannot hold one.
+        """
+        try:
+            made = torch.tensor(plain, dtype=self.dtype)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"{self.name}: {error}") from None
+        if not self.dtype.is_floating_point:
+            for value, held in zip(plain, made.tolist(), strict=True):
+                if value != held:
+                    raise ValueError(f"{self.name} holds {self.dtype}, which cannot be {value}")
+        return made
+
 
 COLUMNS: tuple[Column, ...] = (
     Column("token_ids", torch.int32, "token", "generator", padding=0),
@@ -68,15 +84,44 @@ def declared(provides: Sequence[str | Column]) -> list[Column]:
     """Columns by name, or as declared on the spot.
 
     Raises:
-        UserError: a name that the schema does not have.
+        UserError: a name that the schema does not have, or one that somebody else makes, or twice.
     """
+    if isinstance(provides, str):
+        raise UserError(f"provides is {provides!r}: wanted a list of columns, [{provides!r}]")
     unknown = [name for name in provides if isinstance(name, str) and name not in BY_NAME]
     if unknown:
         raise UserError(
             f"there is no column {unknown[0]!r}; the schema has {', '.join(sorted(BY_NAME))}. Declare your own: "
             f"Column({unknown[0]!r}, torch.float32, 'rollout')"
         )
-    return [BY_NAME[column] if isinstance(column, str) else column for column in provides]
+    columns = [BY_NAME[column] if isinstance(column, str) else column for column in provides]
+    names = [column.name for column in columns]
+    for name in names:
+        known = BY_NAME.get(name)
+        if known is not None and known.producer in ("generator", "reward"):
+            raise UserError(
+                f"the column {name!r} is made by the {known.producer}: a program cannot provide it"
+            )
+        if names.count(name) > 1:
+            raise UserError(f"the column {name!r} is provided twice")
+    return columns
+
+
+def columns_of(loss: object) -> tuple[str, ...]:
+    """The columns that a loss asks for; of None: none.
+
+    Raises:
+        UserError: it does not say, or not as a tuple.
+    """
+    if loss is None:
+        return ()
+    columns = getattr(loss, "columns", None)
+    if not isinstance(columns, tuple | list):
+        raise UserError(
+            f"the loss {loss} must say which columns it reads: `columns = ('sampler_logprobs', 'advantages')`, or "
+            f"`columns = ()`; it says {columns!r}"
+        )
+    return tuple(columns)
 
 
 def check_needs(loss: object, needed: Iterable[str], provided: Iterable[Column]) -> None:

@@ -15,6 +15,7 @@ from meshrl.losses.inputs import (
     SequenceSum,
     TokenMean,
     cross_entropy,
+    evaluate,
 )
 from meshrl.losses.kl import KLEstimator, kl_per_token, with_kl
 from meshrl.losses.off_policy import corrected, icepop, masked, truncated
@@ -41,6 +42,7 @@ __all__ = [
     "corrected",
     "cross_entropy",
     "dppo_loss",
+    "evaluate",
     "gmpo_loss",
     "icepop",
     "kl_per_token",

@@ -39,7 +39,7 @@ class LossInputs:
 
     def zeros_at_masked(self, values: Tensor) -> Tensor:
         """`values` with 0 at masked tokens. Before any arithmetic: 0 · NaN would still be NaN."""
-        return torch.where(self.mask, values, 0.0)
+        return torch.where(self.mask, values, values.new_zeros(()))
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Mean of `values` `[tokens]` over each rollout's trained tokens: `[sequences]`; 0 for none."""
@@ -120,6 +120,23 @@ class Loss(Protocol):
         ...
 
     def __call__(self, inputs: LossInputs, /) -> LossOutputs: ...
+
+
+def evaluate(loss: Loss, inputs: LossInputs) -> LossOutputs:
+    """What the loss makes of the inputs.
+
+    Raises:
+        ValueError: that is not one value per token.
+    """
+    outputs = loss(inputs)
+    if not isinstance(outputs, LossOutputs):
+        raise ValueError(f"the loss {loss} answers with {type(outputs).__name__}: wanted LossOutputs")
+    if outputs.per_token.shape != inputs.logprobs.shape:
+        raise ValueError(
+            f"the loss {loss} has per_token of shape {list(outputs.per_token.shape)}: wanted one value per token, "
+            f"{list(inputs.logprobs.shape)}; its aggregation adds them up"
+        )
+    return outputs
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def test_groups_that_teach_nothing_are_replaced_up_to_the_limit() -> None:
         await mesh.finish_all()
         second = await taking
         assert second.groups == () and second.dropped == {"reward failed": 6}
-        assert "nothing to train on: 6 groups reward failed" in second.note
+        assert "nothing to train on: 6 groups reward failed" in second.note(TICKET)
 
     drive(body, refills=2)
 
@@ -192,7 +192,7 @@ def test_batches_without_anything_to_train_on_go_on_or_end_the_run_by_setting() 
             taking = asyncio.create_task(source.take())
             await mesh.finish_all()
             batch = source.drop_zero_variance(await taking)
-            assert batch.groups == () and "4 groups zero variance" in batch.note
+            assert batch.groups == () and "4 groups zero variance" in batch.note(TICKET)
             source.release(batch, TICKET, {}, step, live=asyncio.sleep(0))
 
     drive(body)
@@ -296,5 +296,38 @@ def test_rollouts_are_interrupted_only_where_some_are_in_progress() -> None:
         assert not any(replica.interrupted for replica in mesh.replicas)
         await mesh.finish_all()
         await taking
+
+    drive(body)
+
+
+def test_an_inner_interruption_does_not_end_the_outer_one_and_nothing_new_begins_within() -> None:
+    async def body(mesh: Mesh, source: Rollouts) -> None:
+        async with source.interrupted():
+            taking = asyncio.create_task(source.take())
+            await mesh.settled()
+            assert not any(replica.asked for replica in mesh.replicas)
+        await mesh.settled()
+        assert sum(len(replica.asked) for replica in mesh.replicas) == 4
+        async with source.interrupted():
+            async with source.interrupted():
+                pass
+            assert all(replica.interrupted for replica in mesh.replicas)
+        assert not any(replica.interrupted for replica in mesh.replicas)
+        await mesh.finish_all()
+        await taking
+
+    drive(body)
+
+
+def test_a_failure_is_not_waited_out_behind_the_batch_before() -> None:
+    async def body(mesh: Mesh, source: Rollouts) -> None:
+        taking = asyncio.create_task(source.take())
+        await mesh.finish_all()
+        source.release(await taking, TICKET, {}, 1, live=asyncio.Event().wait())
+        taking = asyncio.create_task(source.take())
+        await mesh.settled()
+        source.failed(LookupError("generator[0] is silent"))
+        with pytest.raises(LookupError, match="is silent"):
+            await taking
 
     drive(body)

@@ -15,7 +15,7 @@ from meshrl.actors.models import ModelConfig, build_model
 from meshrl.actors.trainer import Trainer
 from meshrl.actors.training import LearnerConfig, OptimizerConfig
 from meshrl.handoff.dock import DockedBatch, empty_columns
-from meshrl.losses import policy_loss
+from meshrl.losses import LossInputs, LossOutputs, TokenMean, policy_loss
 
 MODEL = ModelConfig("tiny-0.4m", max_tokens=64)
 VOCABULARY = 16
@@ -148,3 +148,20 @@ def test_temperature_divides_the_logits() -> None:
     hot, cold = trainer.logprobs(batch, temperature=100.0), trainer.logprobs(batch, temperature=0.1)
     assert torch.allclose(hot[2], torch.full_like(hot[2], -math.log(VOCABULARY)), atol=0.05)
     assert cold[2].std() > 5 * hot[2].std()
+
+
+def test_a_loss_that_is_no_value_per_token_is_refused_and_changes_nothing() -> None:
+    trainer = make_trainer()
+    before = weights(trainer)
+
+    class Summed:
+        aggregation = TokenMean()
+        columns = ("advantages",)
+
+        def __call__(self, inputs: LossInputs) -> LossOutputs:
+            return LossOutputs(inputs.logprobs.sum(), {})
+
+    with pytest.raises(ValueError, match="per_token of shape .*: wanted one value per token"):
+        trainer.step(make_batch(), Summed())
+    after = weights(trainer)
+    assert all(torch.equal(after[name], value) for name, value in before.items())

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from meshrl.advantages import group_relative
 from meshrl.errors import UserError
 from meshrl.handoff.dock import DockedBatch, NotDocked, Ticket
 from meshrl.handoff.handoff import Handoff, HandoffConfig
-from meshrl.handoff.schema import Column
+from meshrl.handoff.schema import Column, columns_of, declared
 from meshrl.losses import LossInputs, LossOutputs, TokenMean
 from meshrl.mesh import RoleMesh
 from meshrl.rollout import RolloutGroup
@@ -294,6 +295,30 @@ def test_a_loss_whose_column_nobody_makes_is_an_error_at_the_start(meshes: Meshe
         meshes.runner.run(connect(["advantages"]))
     with pytest.raises(UserError, match="there is no column 'length_weight'; the schema has advantages"):
         meshes.runner.run(connect(["length_weight"]))
+    for provides, message in (
+        (["advantages", "advantages"], "'advantages' is provided twice"),
+        ([Column("sampler_logprobs", torch.float32, "rollout")], "is made by the generator"),
+        ("advantages", "wanted a list of columns"),
+    ):
+        with pytest.raises(UserError, match=message):
+            declared(provides)
+    for loss in (lambda inputs: inputs, SimpleNamespace(columns="advantages")):
+        with pytest.raises(UserError, match="must say which columns it reads"):
+            columns_of(loss)
+
+
+def test_values_are_held_exactly_or_refused() -> None:
+    count = Column("count", torch.int64, "rollout")
+    assert count.values([2**40 + 1]).tolist() == [2**40 + 1]
+    assert Column("share", torch.float64, "rollout").values([0.1]).tolist() == [0.1]
+    for column, value in (
+        (count, 0.5),
+        (Column("flag", torch.bool, "rollout"), 0.7),
+        (count, None),
+        (count, "x"),
+    ):
+        with pytest.raises(ValueError, match=column.name):
+            column.values([value])  # pyright: ignore[reportArgumentType]
 
 
 def test_a_column_declared_by_the_program_and_the_rewards_arrive_with_their_rollouts(meshes: Meshes) -> None:
