@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from meshrl.handoff.dock import Ticket
+from meshrl.handoff.shipment import TOO_LONG
 from meshrl.rollout import RolloutGroup, RolloutHandle
 
 ZERO_VARIANCE = "zero variance"
@@ -76,7 +77,7 @@ class Batch:
             "staleness_max": max((version - r.oldest_version for r in rollouts), default=0),
             "groups_trained": sum(any(r.id not in ticket.dropped for r in g.rollouts) for g in self.groups),
             "docked_rollouts": self.docked_rollouts,
-            "rollouts_too_long": left_out.pop("too long", 0),
+            "rollouts_too_long": left_out.pop(TOO_LONG, 0),
             **{f"rollouts_{_underscored(reason)}": n for reason, n in left_out.items()},
             **{f"dropped_{_underscored(reason)}": n for reason, n in self.dropped.items()},
         }

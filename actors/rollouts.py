@@ -220,15 +220,15 @@ class Rollouts:
         sampling = replace(self._sampling, temperature=temperature)
         requests = [self._request("heldout", index, 1, sampling, "evaluation") for index in range(count)]
         loop = asyncio.get_running_loop()
-        waiting = [self._evaluations.setdefault(r.group_id, loop.create_future()) for r in requests]
+        answers = [self._evaluations.setdefault(r.group_id, loop.create_future()) for r in requests]
         dispatcher = self._dispatcher
         of_training = list(dispatcher.generate_seconds), list(dispatcher.reward_seconds)
         self._to_evaluate.extend(requests)
         await dispatcher.dispatch()
-        await self._until(lambda: all(future.done() for future in waiting), f"{count} evaluated responses")
+        await self._until(lambda: all(future.done() for future in answers), f"{count} evaluated responses")
         # What engines did meanwhile belongs to no training step.
         dispatcher.generate_seconds[:], dispatcher.reward_seconds[:] = of_training
-        groups = [future.result() for future in waiting]
+        groups = [future.result() for future in answers]
         await dispatcher.release(groups, {}, step=0, record=False)
         return sum((group.rewards[0] or 0) >= 1 for group in groups) / max(count, 1)
 

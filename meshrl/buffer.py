@@ -71,7 +71,7 @@ class _Group:
 class RolloutBuffer:
     """Decides when a group may be admitted, which is generated next and which make the next batch.
 
-    Every call takes time that grows with the logarithm of the live groups, `take` and `release` with P.
+    Every call looks at a number of groups that grows with the logarithm of the live ones, `take` and `release` at P.
     """
 
     def __init__(self, groups_per_step: int, max_staleness: int = 0) -> None:

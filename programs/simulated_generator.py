@@ -220,7 +220,7 @@ class SimulatedReplica:
                 return [f"rollout {rollout}" for rollout in arguments[0]]
             case "abandon":
                 return None
-        raise NotImplementedError(f"the simulated generator has no endpoint {endpoint!r}")
+        raise UserError(f"the program asks generators to {endpoint!r}, which is not simulated")
 
     def die(self) -> None:
         """With all that it holds."""

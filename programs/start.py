@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from meshrl.actors.generator import Generator, GeneratorSetup
 from meshrl.actors.learner import LearnerMesh, OptimizerConfig
@@ -21,9 +21,6 @@ from meshrl.programs.tasks import check_prompts, default_reward, parse_task
 from meshrl.rollout import Task
 from meshrl.session import RoleMesh, Session, WorkerDied
 from meshrl.weights.broadcast import WeightBroadcast
-
-if TYPE_CHECKING:
-    from meshrl.programs.simulated import SimulatedSession
 
 PROVIDES = ("advantages",)
 """Columns that programs make for each batch."""
@@ -70,22 +67,22 @@ class BringsParts(Protocol):
 
 
 async def start(
-    session: Session | SimulatedSession, config: ProgramConfig, steps: int, loss: Loss | None = None
+    session: Session | BringsParts, config: ProgramConfig, steps: int, loss: Loss | None = None
 ) -> Parts:
     """Spawn learner, generator and reward meshes at once, then connect them.
 
     Args:
+        session: one that brings parts of its own, such as a simulated one, is asked for those.
+        steps: optimizer steps of the program; a learning rate that decays does so over them, unless the config says.
         loss: what rollouts will be trained with; a column that it needs and nothing makes is an error before anything
             starts. None: rollouts are not trained on.
-        steps: optimizer steps of the program; a learning rate that decays does so over them, unless the config says.
-    """
-    from meshrl.programs.simulated import SimulatedSession  # which imports this module
 
+    Raises:
+        UserError: the config or the loss asks for what cannot be.
+    """
     check_needs(loss, columns_of(loss), declared(PROVIDES))
-    if isinstance(session, SimulatedSession):
-        return cast(Parts, session.parts(config))  # of this very module, by its other name
     if isinstance(session, BringsParts):
-        return cast(Parts, session.parts(config))  # of this very module, by its other name
+        return session.parts(config)
     optimizer = config.learner.optimizer
     if optimizer.decay != "none" and 0 < optimizer.steps < steps:
         raise UserError(

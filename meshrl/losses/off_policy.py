@@ -57,7 +57,7 @@ def truncated(cap: float = 2.0, level: Literal["token", "sequence"] = "token") -
 def masked(low: float = 0.5, high: float = 2.0, level: Literal["token", "sequence"] = "token") -> Correction:
     """w within the bounds, 0 outside: what is far off policy is not learned from.
 
-    At the level of tokens this is IcePop (Ling team 2025, arXiv:2510.18855), whose bounds are 0.5 and 5.
+    At the level of tokens this is the mask of IcePop (Ling team 2025, arXiv:2510.18855).
 
     Raises:
         ValueError: the bounds do not hold 1 between them.
@@ -68,7 +68,7 @@ def masked(low: float = 0.5, high: float = 2.0, level: Literal["token", "sequenc
 
 
 def icepop(low: float = 0.5, high: float = 5.0) -> Correction:
-    """`masked` for tokens, with the bounds of IcePop (arXiv:2510.18855)."""
+    """`masked` for tokens, wider above than below: IcePop (arXiv:2510.18855), which leaves the bounds to the user."""
     return masked(low, high)
 
 

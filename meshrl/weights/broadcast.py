@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshrl.errors import UserError
+from meshrl.waiting import waiting
 from meshrl.weights.arena import WeightsConfig
 from meshrl.weights.errors import ArenaBusy, WeightsError
 from meshrl.weights.plan import Plan
@@ -129,9 +130,11 @@ class WeightBroadcast:
             version = self._published
             if version and all(await self._publish("publish_again", version)):
                 await asyncio.gather(*(self._pull(version, replica) for replica in returned))
+        # The learner has trained since: the program is about to publish, which tells of every replica, dead ones too.
         while self._published and any(self._versions[replica] == 0 for replica in returned - self._lost):
             self._pulled.clear()
-            await self._pulled.wait()
+            with waiting("the program to publish the next version"):
+                await self._pulled.wait()
 
     @property
     def plan(self) -> Plan:
@@ -292,9 +295,9 @@ class WeightBroadcast:
         """Versions reach a replica in the order in which they were asked for; one that is pinned by then is left
         alone, unless the version is what it is to be pinned to."""
         async with self._pulling[replica]:
-            if replica in self._lost or (replica in self._pinned and not pin):
-                return []
             try:
+                if replica in self._lost or (replica in self._pinned and not pin):
+                    return []
                 reports = await self.target.replicas[replica].call(
                     "pull_weights",
                     version,
